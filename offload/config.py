@@ -53,9 +53,9 @@ class OffloadConfig:
     (``offload.device.protocol``). Nothing has run on a GPU yet."""
     device_memory: int | str = "auto"
     """Bytes of a GPU's memory that the engine may hold; activations are the model's. Beside what passes through, units
-    rest there and are updated there, as many as fit. "auto": all of them if they take at most half of what is free;
-    else none at first, and units and copies of weights get what the first step has left. On the CPU ``host_memory``
-    bounds everything."""
+    are stored there and are updated there, as many as fit. "auto": all of them if they take at most half of what is
+    free; else none at first, and units and copies of weights get what the first step has left. On the CPU
+    ``host_memory`` bounds everything."""
     host_memory: int | str = "auto"
     """Bytes of host memory that the engine may hold, staging included. "auto": most of what is free now."""
     nvme_capacity: int | str = "auto"
@@ -297,7 +297,7 @@ class OffloadConfig:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """dtype in which gradients rest: that of the weights, and fp32 when several are added up."""
+        """dtype in which gradients are stored: that of the weights, and fp32 when several are added up."""
         return self.dtype if self.gradient_accumulation_steps == 1 else torch.float32
 
     def _conversions(self, others: Mapping[torch.dtype, int], *, only: bool) -> str:

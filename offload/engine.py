@@ -1,4 +1,4 @@
-"""``OffloadEngine``: a model whose weights, gradients and optimizer states rest wherever there is room."""
+"""``OffloadEngine``: a model whose weights, gradients and optimizer states are stored wherever there is room."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class OffloadEngine:
         **options: Any,
     ) -> OffloadEngine:
         """An engine over ``model_class.from_pretrained(path, **model_kwargs)`` of ``transformers``. The model is never
-        whole in memory: its weights are streamed to where they rest. The model, in eval mode, is ``engine.module``.
+        whole in memory: its weights are streamed to where they are stored. The model, in eval mode, is
+        ``engine.module``.
 
         ``model_class`` is a model or auto class, ``path`` a directory with safetensors or the name of a repository on
         the hub; ``peft_config`` is a config of ``peft``, such as ``LoraConfig``, whose new adapter is what is trained;
@@ -266,7 +267,7 @@ class OffloadEngine:
 
     @property
     def activation_pool(self) -> ActivationPool:
-        """The memory of ``activation_memory``, and what of it goes on to NVMe. ``OffloadedCache`` rests there, too.
+        """The memory of ``activation_memory``, and what of it goes on to NVMe. ``OffloadedCache`` is stored there, too.
         Raises ``ConfigError`` if nothing was set aside."""
         return self._session.activation_pool
 
@@ -335,8 +336,8 @@ class OffloadEngine:
 
         That is: weights, optimizer states, accumulated gradients, parameter groups, the loss scale, the states of
         random generators and of registered objects, and ``client_state``: numbers, strings, tensors, arrays, and lists,
-        tuples and dicts of them. What rests on NVMe is not copied if ``dir`` is on the file system of ``nvme_path``:
-        the files get a second name there. On another one it is copied while training goes on: the next
+        tuples and dicts of them. What is stored on NVMe is not copied if ``dir`` is on the file system of
+        ``nvme_path``: the files get a second name there. On another one it is copied while training goes on: the next
         ``save_checkpoint``, ``load_checkpoint`` and ``close`` wait for that, and raise what it has failed with. The
         options ``keep_last`` and ``keep_every`` say which checkpoints stay.
 

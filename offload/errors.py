@@ -40,7 +40,7 @@ class NonFiniteGradient(OffloadError):
 
 
 class DeviceMemoryError(OffloadError):
-    """The device has no room for weights that compute needs. What rests in host memory and on NVMe is whole."""
+    """The device has no room for weights that compute needs. What is stored in host memory and on NVMe is whole."""
 
 
 class ActivationError(OffloadError):

@@ -138,14 +138,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
-            "engine.optimizer cannot be copied or pickled: its states rest in the engine. Save optimizer.state_dict()."
+            "engine.optimizer cannot be copied or pickled: its states are stored in the engine. "
+            "Save optimizer.state_dict()."
         )
 
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer, with ordinary tensors. Waits for the update.
 
         Beside the states it has the fp32 masters of 16-bit weights, and under ``"engine"`` the step and the loss scale:
-        with the model's state dict that is all that a continuation with the same bits needs. What rests on NVMe is
+        with the model's state dict that is all that a continuation with the same bits needs. What is stored on NVMe is
         copied to a nameless file there, so that it takes no memory; it goes when the tensors go.
         """
         side = self._engine_side

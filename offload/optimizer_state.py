@@ -1,4 +1,4 @@
-"""``optimizer.state``: the states of parameters, which rest in the engine, as a mapping that reads and writes them."""
+"""``optimizer.state``: states of parameters, stored in the engine, as a mapping that reads and writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class States(Protocol):
-    """The states that rest in the engine, by parameter as in ``torch.optim``."""
+    """The states that are stored in the engine, by parameter as in ``torch.optim``."""
 
     def of_all(self) -> dict[nn.Parameter, dict[str, Any]]: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
 from offload.optim.formats import RAM_TILE_BYTES, Formats
 from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
+from offload.plan.choice import Placements
 from offload.plan.device import AUTO_RESIDENT_SHARE, NUM_AHEAD, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.judge import ASSUMED_DRIVE, Conditions
 from offload.plan.placement import make_plan
@@ -216,9 +217,10 @@ def plan_within(
     room: Room,
     ranks: RanksPlan,
     routing: Routing = EVERYWHERE,
+    placements_of: Callable[..., Placements] = Placements,
 ) -> Plan:
     """The plan for these units in this room, which looks at no machine; of several ``ranks`` they are a rank's shards.
-    ``routing`` is what is expected of experts.
+    ``routing`` is what is expected of experts; ``placements_of`` as in ``make_plan``.
     Raises ``BudgetError``, and ``StorageFull`` for ``durable`` without the room for it."""
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     tiles_of = choice.rule.tiles_of if choice is not None else None
@@ -240,6 +242,7 @@ def plan_within(
         num_backwards=config.gradient_accumulation_steps,
         rereads=room.compute.computes,
         routing=routing,
+        placements_of=placements_of,
     )
 
     def make(*, speculative: bool) -> Plan:

@@ -14,7 +14,7 @@ PAGE = _ROOT / "docs" / "configuration.md"
 _SOURCE = _ROOT / "offload" / "config.py"
 
 _GROUPS = {
-    "Where bytes rest": ("nvme_path", "host_memory", "nvme_capacity", "device", "device_memory"),
+    "Where bytes are stored": ("nvme_path", "host_memory", "nvme_capacity", "device", "device_memory"),
     "The model": ("weights", "precision", "experts"),
     "The optimizer": (
         *("optimizer", "lr", "betas", "eps", "weight_decay", "optimizer_options", "moments_dtype", "master_dtype"),

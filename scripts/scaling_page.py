@@ -56,7 +56,7 @@ def _trillion(model: Model, gpus: int, added_inside: bool) -> str:
     )  # fmt: skip
     found = predict(model, machine, WORKLOAD)
     held = " | ".join(f"{_gib(found, tier):,.0f}" for tier in ("device", "host", "nvme"))
-    where = "inside of nodes first" if added_inside else "where they rest"
+    where = "inside of nodes first" if added_inside else "where they are stored"
     computed = sum(flops for unit in model.units(WORKLOAD.dtype) for flops in model.flops(unit)) * found.tokens
     return (
         f"| {gpus} | {where} | {held} | {_seconds(found.seconds)} | {found.limit} ({_seconds(found.bound_seconds)} s) "

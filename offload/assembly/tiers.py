@@ -145,7 +145,7 @@ def _gradients(run: RunPlan, ranks: Ranks, failure: Failure, by_unit: Sequence[U
     if ranks.size > 1:
         over.append(partial(add_up_shards, ranks))
         own = [unit.index for unit, gradients in zip(units, by_unit, strict=True) if gradients.spills]
-        spilled_by_ranks.update(*ranks.all_gather_object("where gradients rest", own))
+        spilled_by_ranks.update(*ranks.all_gather_object("where gradients are stored", own))
     if run.parts.size > 1:
         over.append(DistributedParts(units, run.parts, failure).add_up)
     return GradientStore(by_unit, RankSquares(units, over).make_whole if over else of_one_rank, spilled_by_ranks)

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from offload.access import ExternalAccess
-from offload.checkpoint.dcp.load import DistributedLoading
-from offload.checkpoint.dcp.save import save as save_distributed
 from offload.checkpoint.every_rank import on_every_rank
 from offload.checkpoint.native.commit import Committer, Publication
 from offload.checkpoint.native.description import Description
@@ -192,7 +190,9 @@ class Checkpoints:
         """See ``OffloadEngine.save_dcp``."""
         target = Path(path).expanduser()
         self._run.wait_for_updates()
-        save_distributed(target, self._run, self._units, self._access)
+        from offload.checkpoint.dcp.save import save  # with it comes a second's worth of torch
+
+        save(target, self._run, self._units, self._access)
         self.saved.note(target)
         _log.info("torch.distributed.checkpoint saved: %s, step %d", target, self._run.progress.global_step)
 
@@ -280,6 +280,8 @@ class Checkpoints:
         self._begin_loading()
         target = Path(path).expanduser()
         rule = self._access.layout.rule if states else None
+        from offload.checkpoint.dcp.load import DistributedLoading
+
         loading = DistributedLoading(target, self._run, self._units, self._access, rule)
         with contextlib.closing(loading):
             on_every_rank(self._ranks, f"load_dcp({target})", loading.open)

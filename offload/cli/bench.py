@@ -38,7 +38,7 @@ def bench(
     # fmt: on
     """Measure drives, and keep what engines load.
 
-    Finds the best I/O settings of each PATH in one to two minutes, and compares them with fio. The profile rests in
+    Finds the best I/O settings of each PATH in one to two minutes, and compares them with fio. The profile is stored in
     $XDG_CONFIG_HOME/offload/io_profiles.json. Nothing else is left behind, however it ends.
     """
     from aio_ext.profile import profiles_path

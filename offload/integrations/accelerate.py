@@ -1,4 +1,5 @@
-"""``OffloadAccelerator``: an ``Accelerator`` whose trained model rests in the engine: docs/integrations/accelerate.md.
+"""``OffloadAccelerator``: an ``Accelerator`` whose trained model is stored in the engine:
+docs/integrations/accelerate.md.
 
 [Note: What save_state holds] ``Accelerator.save_state`` takes a state dict of every model before its hooks run, and one
 of every optimizer after them. The engine's model and optimizer give none: the engine saves a checkpoint of its own into

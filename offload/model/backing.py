@@ -161,12 +161,12 @@ class ParameterBacking:
         self._access.write_gradient(self._unit, self._spec, value)
 
     def settle(self) -> None:
-        """Wait until all gradients are where they rest."""
+        """Wait until all gradients are where they are stored."""
         self._access.before.settle()
 
     @property
     def has_gradient(self) -> bool:
-        """One for the coming step has come to where it rests."""
+        """One for the coming step has come to where it is stored."""
         return self._spec in self._access.gradients.of(self._unit)
 
     def zero_gradient(self) -> None:
@@ -312,11 +312,11 @@ class PlainGradientBacking:
 
     @property
     def is_kept(self) -> bool:
-        """The gradient can be read: no step has used it, or it rests in memory."""
+        """The gradient can be read: no step has used it, or it is stored in memory."""
         return self._own is not None or self._access.gradients.is_kept(self._unit, self.spec)
 
     def take_out(self) -> None:
-        """Take the gradient into memory of its own, if there is room: another one will rest in its place."""
+        """Take the gradient into memory of its own, if there is room: another one will be stored in its place."""
         if self._access.gradients.find(self._unit, self.spec) is None:
             return
         if self.spec.numel * self._access.layout.dtype.itemsize < available_bytes():

@@ -1,4 +1,4 @@
-"""``parameter.grad`` of a parameter that rests in the engine.
+"""``parameter.grad`` of a parameter that is stored in the engine.
 
 A handle like any other, except that it knows two things without bringing the gradient in: its 2-norm, which was added
 up while the gradient came, and its product with a number, which the update applies. So ``clip_grad_norm_``,
@@ -50,7 +50,7 @@ class GradientHandle(Handle):
 
     @property
     def is_kept(self) -> bool:
-        """It can be read: no step has used it, or it rests in memory."""
+        """It can be read: no step has used it, or it is stored in memory."""
         return self._backing.is_kept
 
     def own_tensor(self) -> torch.Tensor:

@@ -38,7 +38,7 @@ from swapper import OffloadError
 
 
 class Handle(torch.Tensor):
-    """A tensor whose value rests in the engine. See the module's docstring; made by ``make_handle``."""
+    """A tensor whose value is stored in the engine. See the module's docstring; made by ``make_handle``."""
 
     _backing: Any
     """A ``Backing``, and of a parameter of the model a ``BackingOfParameter``."""
@@ -140,7 +140,7 @@ class Handle(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradient, wherever it rests. Of what is no parameter of the model it is autograd's own."""
+        """The gradient, wherever it is stored. Of what is no parameter of the model it is autograd's own."""
         return self._backing.gradient if self._is_managed else autograd_gradient.__get__(self)  # type: ignore[no-any-return]
 
     @grad.setter
@@ -314,7 +314,7 @@ class Handle(torch.Tensor):
 
     def _no_address(self) -> OffloadError:
         return OffloadError(
-            f"parameter {self._backing.name} has no address: it rests in the engine between uses. "
+            f"parameter {self._backing.name} has no address: it is stored in the engine between uses. "
             "Take a copy: parameter.detach().clone()"
         )
 
@@ -383,7 +383,7 @@ def make_handle(
     requires_grad: bool,
     kind: type[Handle] = Handle,
 ) -> nn.Parameter:
-    """A parameter that rests in the engine."""
+    """A parameter that is stored in the engine."""
     meta = torch.empty(shape, dtype=dtype, device="meta")
     handle = nn.Parameter(kind(backing, meta, device), requires_grad=requires_grad)  # type: ignore[arg-type]
     handle._is_managed, handle._is_alias = True, False  # type: ignore[attr-defined]

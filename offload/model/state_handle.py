@@ -1,4 +1,4 @@
-"""``optimizer.state[parameter]``: handles on optimizer states, which rest in the engine like the parameter itself."""
+"""``optimizer.state[parameter]``: handles on optimizer states, stored in the engine as the parameter is."""
 
 from __future__ import annotations
 

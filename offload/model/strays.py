@@ -153,9 +153,9 @@ class Strays:
         """Say what they cost."""
         warn(
             f"unit {self._unit.name}: a forward has kept a tensor over its weights (a view, .data, an array). The "
-            f"{readable_bytes(self._window.flat.nbytes)} stay in memory for it, beside the budget where they rest on "
-            "NVMe, and those of each other such unit, and each step waits for their update. Keep a clone of what is "
-            "needed, or nothing."
+            f"{readable_bytes(self._window.flat.nbytes)} stay in memory for it, beside the budget where they are "
+            "stored on NVMe, and those of each other such unit, and each step waits for their update. Keep a clone of "
+            "what is needed, or nothing."
         )
 
     def _are_there(self, but: int = 0) -> bool:

@@ -119,7 +119,7 @@ def _native(
     if any(group.get("differentiable") for group, _ in groups):
         raise ConfigError(
             "differentiable=True: there are no gradients through a step of an optimizer that updates weights where "
-            "they rest, as there are none in torch where parameters are leaves. Build it without"
+            "they are stored, as there are none in torch where parameters are leaves. Build it without"
         )
     dtypes = config.dtype, config.gradient_dtype
     rule = KernelRule(kernel, [group for group, _ in groups], Formats.of(config), dtypes, config.moments_dtype)

@@ -1,7 +1,7 @@
 """Any ``torch.optim.Optimizer``, run one parameter at a time over tiles that hold whole parameters.
 
-Which states there are is seen in one step on a stand-in of the same shape: tensors of more than one element rest in the
-tile, everything else in RAM: numbers, lists of tensors, and what an optimizer makes after its first step.
+Which states there are is seen in one step on a stand-in of the same shape: tensors of more than one element are stored
+in the tile, everything else in RAM: numbers, lists of tensors, and what an optimizer makes after its first step.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class TorchRule(WholeParameters):
         states: dict[str, Any],
         borrowed: set[int],
     ) -> None:
-        """Bring the states back to where they rest. ``borrowed`` is memory that will be another's."""
+        """Bring the states back to where they are stored. ``borrowed`` is memory that will be another's."""
         names = [state.name for state in record.states]
         present = {name: states[name] for name in names if isinstance(states.get(name), torch.Tensor)}
         expected = {state.name: (state.shape, state.dtype) for state in record.states if state.name in present}
@@ -278,8 +278,8 @@ class TorchRule(WholeParameters):
         if late:
             self._late |= late
             warn(
-                f"optimizer {self._name} has made the states {', '.join(sorted(late))} after its first step: they rest "
-                "in RAM, and host_memory does not count them"
+                f"optimizer {self._name} has made the states {', '.join(sorted(late))} after its first step: they are "
+                "stored in RAM, and host_memory does not count them"
             )
 
 

@@ -1,4 +1,4 @@
-"""A placement in the making: the records that rest in RAM, by traffic saved per byte, and what all of it costs."""
+"""A placement in the making: records that are stored in RAM, by traffic saved per byte, and what all of it costs."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from offload.errors import BudgetError
 from offload.optim.formats import Formats
@@ -27,6 +27,7 @@ def make_plan(
     rereads: bool = False,
     conditions: Conditions | None = None,
     routing: Routing = EVERYWHERE,
+    placements_of: Callable[..., Placements] = Placements,
 ) -> Plan:
     """Give every kind of every unit a tier, within the budgets, by traffic saved per byte.
 
@@ -41,15 +42,17 @@ def make_plan(
     where nothing is trained. ``tile_bytes=None`` lets the tile shrink when memory is short, and grow where a device
     computes and nothing goes to NVMe. ``compute_bytes`` are taken beside all that.
 
-    Buffers take memory that records could rest in, and small tiles are more transfers. So every staging that fits is
-    filled, and the plan is the one whose step costs least (``Records.step_cost``). More memory never costs more. With
+    Buffers take memory that records could be stored in, and small tiles are more transfers. So every staging that fits
+    is filled, and the plan is the one whose step costs least (``Records.step_cost``). More memory never costs more.
+    With
     ``conditions`` those that cost least are played, and so are those of smaller budgets (``Placements.by_playing``).
-    ``routing`` tells of experts how many of them are expected to move.
+    ``routing`` tells of experts how many of them are expected to move. ``placements_of`` makes placements, or finds
+    those that it has made of the same arguments.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
-    placements = Placements(
-        units,
+    placements = placements_of(
+        tuple(units),
         formats,
         tiles_of,
         tile_bytes,
@@ -70,11 +73,13 @@ def make_plan(
             "Give an nvme_path, or raise host_memory to {needed}.",
             everything_bytes,
         )
-    plan = placements.choose(host_bytes).plan(host_bytes)
+    least_on_nvme = everything_bytes - host_bytes  # whatever is chosen
+    choose = placements.choose if least_on_nvme <= nvme_bytes else placements.by_cost
+    plan = choose(host_bytes).plan(host_bytes)
     needed = sum(plan.nvme_bytes.values())
     if needed > nvme_bytes:
         raise BudgetError(
-            f"nvme_capacity is too small: {readable_bytes(needed)} must rest on NVMe where host memory is "
+            f"nvme_capacity is too small: {readable_bytes(needed)} must be stored on NVMe where host memory is "
             f"{readable_bytes(host_bytes)}, {readable_bytes(nvme_bytes)} are given. "
             "Raise nvme_capacity to {needed}, or raise host_memory.",
             needed,

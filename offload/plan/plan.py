@@ -1,4 +1,4 @@
-"""The plan: the tier in which every record rests, the buffers that the others pass through, and what a step moves."""
+"""The plan: the tier of every record, the buffers that the others pass through, and what a step moves."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class Plan:
 
     @cached_property
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes of each kind that rest in host memory."""
+        """Bytes of each kind that are stored in host memory."""
         return self._bytes_in(Tier.HOST)
 
     @cached_property
     def nvme_bytes(self) -> dict[str, int]:
-        """Bytes of each kind that rest on NVMe."""
+        """Bytes of each kind that are stored on NVMe."""
         return self._bytes_in(Tier.NVME)
 
     @cached_property
     def in_place_bytes(self) -> int:
-        """Bytes of frozen weights that are read from the files that they were given in, and rest nowhere else."""
+        """Bytes of frozen weights that are read from the files that they were given in, and stored nowhere else."""
         units = (item.unit for item in self.units if item.weights is Tier.NVME)
         return sum(unit.numel - unit.stored_numel for unit in units) * self.formats.weights
 
@@ -153,7 +153,7 @@ class Plan:
 
     @cached_property
     def _streamed(self) -> tuple[UnitPlan, ...]:
-        """Units whose weights rest on NVMe."""
+        """Units whose weights are stored on NVMe."""
         return tuple(item for item in self.units if item.weights is Tier.NVME)
 
     def _read_share(self, unit: UnitSpec) -> float:
@@ -230,7 +230,7 @@ class Plan:
 
     @property
     def model_state_bytes(self) -> int:
-        """Weights, master, moments and gradients, wherever they rest."""
+        """Weights, master, moments and gradients, wherever they are stored."""
         return sum(sum(self.memory[kind].values()) for kind in self.resident_bytes) + self.in_place_bytes
 
     def with_resident(self, resident: Sequence[UnitPlan], device: DevicePlan) -> Plan:
@@ -346,7 +346,7 @@ def _size(nbytes: int) -> str:
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
-    """Reasons why things rest where they do."""
+    """Reasons why things are stored where they do."""
     on_host = [item for item in plan.units if item.unit.index not in plan.device.resident]
     training = bool(plan.formats.grads)
     if not plan.streams:
@@ -355,8 +355,8 @@ def _reasons(plan: Plan) -> Iterator[str]:
     elif plan.speculative:
         streamed = sum(1 for item in on_host if item.streamed)
         yield (
-            f"{streamed} of {len(on_host)} units rest on NVMe with weights and states, evenly spread, and are updated "
-            "during backward"
+            f"{streamed} of {len(on_host)} units are stored on NVMe with weights and states, evenly spread, and are "
+            "updated during backward"
             if streamed
             else "every unit has weights or states in RAM, and is updated after the step is certain"
         )
@@ -368,18 +368,18 @@ def _reasons(plan: Plan) -> Iterator[str]:
     else:
         in_ram = sum(1 for item in on_host if item.weights is Tier.HOST)
         yield (
-            f"the weights of {in_ram} of {len(on_host)} units rest in RAM, evenly spread"
+            f"the weights of {in_ram} of {len(on_host)} units are stored in RAM, evenly spread"
             if in_ram
-            else "no weights rest in RAM"
+            else "no weights are stored in RAM"
         )
     spared = sum(item.has_spares for item in on_host)
     if spared:
         yield f"{spared} of {len(on_host)} units have spare places in RAM, and are updated during backward"
     if streamed_experts := _streamed_experts(plan):
         told = "" if plan.routing is EVERYWHERE else f" (a forward is sent to {plan.routing.touched:.1%} of them)"
-        yield f"{streamed_experts} experts rest on NVMe: those that a batch has no token for are not read{told}"
+        yield f"{streamed_experts} experts are stored on NVMe: those that a batch has no token for are not read{told}"
     if any(item.unit.reused for item in on_host):
-        gradients = " and its gradients rest" if training else " rests"
+        gradients = " and its gradients are stored" if training else " is stored"
         yield f"the tied weight in pieces{gradients} in RAM: each place that uses it would bring it in anew"
     if plan.spare_copy_bytes and training:
         second = f"{plan.spare_copy_bytes / _MIB:,.1f} MiB"
@@ -405,7 +405,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
 
 
 def _streamed_experts(plan: Plan) -> int:
-    """Number of experts that rest on NVMe."""
+    """Number of experts that are stored on NVMe."""
     return sum(item.unit.count for item in plan.units if item.unit.experts is not None and item.weights is Tier.NVME)
 
 

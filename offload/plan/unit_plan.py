@@ -16,7 +16,7 @@ TilesOf = Callable[[UnitSpec, int], tuple[Tile, ...]]
 
 
 class Tier(Enum):
-    """Tier of memory in which bytes rest between uses. What a new one needs is listed in docs/design.md."""
+    """Tier of memory in which bytes are stored between uses. What a new one needs is listed in docs/design.md."""
 
     DEVICE = "device"
     HOST = "host"
@@ -68,7 +68,7 @@ class UnitPlan:
 
     @property
     def updated_in_ram(self) -> bool:
-        """All of it is trained, and rests in host memory with its states. What is frozen would be copied in vain."""
+        """All of it is trained, and is stored in host memory with its states. A copy of what is frozen is of no use."""
         is_trained = bool(self.tiles) and self.unit.trainable_numel == self.unit.numel
         return is_trained and all(tier is Tier.HOST for tier in (self.weights, *(t for _, t in self.tiles)))
 
@@ -78,7 +78,7 @@ class UnitPlan:
 
     @property
     def streamed(self) -> bool:
-        """Weights and all states rest on NVMe: nothing that an update writes is resident."""
+        """Weights and all states are stored on NVMe: nothing that an update writes is resident."""
         return bool(self.tiles) and all(tier is Tier.NVME for tier in (self.weights, *(t for _, t in self.tiles)))
 
     def on_device(self) -> UnitPlan:

@@ -89,8 +89,8 @@ class Places:
     buffers: int = 2
 
     def brought(self, position: int, num_units: int, *, backward: bool, first: bool) -> bool:
-        """A unit's weights must come for this use: from where they rest, and from all ranks where there are several.
-        ``first``: of a step's micro-batches, whose forward follows an update."""
+        """A unit's weights must come for this use: from where they are stored, and from all ranks where there are
+        several. ``first``: of a step's micro-batches, whose forward follows an update."""
         if not self.whole:
             return True
         return position < num_units - self.whole if backward else first or position >= self.whole
@@ -183,7 +183,7 @@ def _without_updates(works: Sequence[UnitWork], *, clipped: bool) -> float:
 
 @dataclass(frozen=True)
 class _Use:
-    """A unit at work, ``seconds`` long. ``brought``: its weights come for it, from where they rest if they are
+    """A unit at work, ``seconds`` long. ``brought``: its weights come for it, from where they are stored if they are
     ``fetched``, over the link in ``link``. ``leaves``: gradients go when it is over, ``last``: for this step.
     ``keeps``: it is a forward, whose activations go then."""
 

@@ -46,7 +46,7 @@ class Own:
 
 
 def num_records(item: UnitPlan) -> int:
-    """Of a unit: its weights, its gradients and each tile of its states, if they rest on NVMe."""
+    """Of a unit: its weights, its gradients and each tile of its states, if they are stored on NVMe."""
     return num_tiles(item) + (item.weights is Tier.NVME) + (item.grads is Tier.NVME)
 
 

@@ -47,9 +47,9 @@ class Cores:
     """Rates of compute: FLOP/s that a step reaches in blocks, and in the head with its loss.
 
     ``count`` are the cores of a CPU that a rank has, a part of one where ranks share it, and ``busy`` what of them a
-    step's compute keeps busy. ``gradients`` is the traffic of putting a backward's gradients where they rest, bytes a
-    second. ``lost`` is the share of the cores' work that is lost where compute and updates want twice as much as there
-    is. These are for a CPU.
+    step's compute keeps busy. ``gradients`` is the traffic of putting a backward's gradients where they are stored,
+    bytes a second. ``lost`` is the share of the cores' work that is lost where compute and updates want twice as much
+    as there is. These are for a CPU.
     """
 
     blocks: float

@@ -18,6 +18,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.optim.choose import OptimizerChoice, choose, takes_elements
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.optim.rule import Rule
+from offload.plan.choice import Placements
 from offload.plan.device import MARGIN
 from offload.plan.judge import ASSUMED_DRIVE
 from offload.plan.moved import places_of
@@ -48,6 +49,9 @@ MOST_BATCH = 1 << 16
 
 _MOST_KEPT = 128
 """Forecasts that are kept: searches for batches, advice and ways ask for some of them again."""
+
+_placements = functools.lru_cache(maxsize=16)(Placements)
+"""What was filled and played for one batch is kept for others, whose units, tiles and staging are the same."""
 
 _PLENTY = 1 << 61
 """More bytes than any machine has."""
@@ -254,7 +258,7 @@ class _Case:
     def plan(self, room: Room | None = None) -> Plan:
         """The rank's plan, in another room if one is given. Raises ``BudgetError``."""
         room = self.room if room is None else room
-        return plan_within(self.config, self.shards, self.choice, room, self.ranks, self.routing)
+        return plan_within(self.config, self.shards, self.choice, room, self.ranks, self.routing, _placements)
 
     def shortage(self) -> Shortage:
         """Find the budget that is too small: the first that still is when the others are not."""

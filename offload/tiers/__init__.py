@@ -1,1 +1,1 @@
-"""Tiers in which bytes rest, and their movement: homes, one weight cache, one gradient store."""
+"""Tiers in which bytes are stored, and their movement: homes, one weight cache, one gradient store."""

@@ -62,7 +62,7 @@ class Home:
 
     @property
     def stored(self) -> StoredHome | None:
-        """This, if the record rests on NVMe."""
+        """This, if the record is stored on NVMe."""
         return None
 
     def borrow(self, *, change: bool) -> contextlib.AbstractContextManager[int]:
@@ -344,10 +344,10 @@ class UnitHomes:
 
     @property
     def have_spares(self) -> bool:
-        """All that an update writes rests in host memory, and has a spare place there."""
+        """All that an update writes is stored in host memory, and has a spare place there."""
         return all(home.spare_address is not None for home in (self.weights, *(tile.states for tile in self.tiles)))
 
     @property
     def grads_address(self) -> int | None:
-        """Address of the gradients, if they rest in host memory."""
+        """Address of the gradients, if they are stored in host memory."""
         return None if self.grads is None else self.grads.address

@@ -38,7 +38,7 @@ def make_homes(
 
     def part(name: str) -> ExtentPart:
         if store is None:
-            raise ValueError(f"{name} is to rest on NVMe, and there is no store")
+            raise ValueError(f"{name} is to be stored on NVMe, and there is no store")
         return ExtentPart(store, next(extents))
 
     def stored(name: str) -> StoredHome:
@@ -87,7 +87,7 @@ def make_homes(
 
 
 def _is_host(tier: Tier) -> bool:
-    """In host memory, or on NVMe. A tier that no home is made in would lose what rests there."""
+    """In host memory, or on NVMe. A tier that no home is made in would lose what is stored there."""
     if tier not in (Tier.HOST, Tier.NVME):
         raise ValueError(f"no home is made in {tier}")
     return tier is Tier.HOST

@@ -1,8 +1,8 @@
 """The engine's store: extents of the records on NVMe, and of those that commits write there.
 
-[Note: What a commit needs] A record that rests on NVMe is committed where it is. One that rests in memory has extents
-of its own that only commits write. They take no room on the disk before they are needed: with ``durable`` at the
-start, otherwise when a checkpoint is saved.
+[Note: What a commit needs] A record that is stored on NVMe is committed where it is. One that is stored in memory has
+extents of its own that only commits write. They take no room on the disk before they are needed: with ``durable`` at
+the start, otherwise when a checkpoint is saved.
 
 [Note: Names] Without ``durable`` the store has no name, and is gone with its process. With it, it is ``run-N.store``
 under the first path, and the next engine goes on from it: in place if its plan has the same extents, else by copying

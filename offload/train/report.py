@@ -85,7 +85,7 @@ def table(figures: dict[str, Any], settings: Settings, verification: Verificatio
         ("peak RSS", f"{_mib(peak)}: {_mib(imports)} imports, {_mib(activations)} activations and working memory of "
                      f"torch ({how}), {_mib(peak - imports - activations)} engine; {peak / expected:.1%} of imports + "
                      f"activations + budget"),
-        ("NVMe", "nothing rests there" if figures["io_backend"] is None else
+        ("NVMe", "nothing is stored there" if figures["io_backend"] is None else
                  f"{_mb(read)} read and {_mb(write)} written a step: {read / numel:.1f} + {write / numel:.1f} bytes "
                  f"a parameter, by {figures['io_backend']}"),
         ("step", f"{step_seconds:.3f} s, {figures['tokens_per_step'] / step_seconds:,.0f} tokens/s; the bound is "

@@ -12,7 +12,7 @@ RATHER = {
     r"born from files": "loaded from files",
     r"at home in (other|your)": "integrations",
     r"second places?\b": "spare copies",
-    r"states? rests?\b": "states are stored",
+    r"\b(states?|weights|units?|gradients|bytes|they|it|that|what) rests?\b(?! of)": "is stored, or are",
     r"one part after the other would take": "without overlap",
     r"\*\*(Facts|Choice)\.\*\*": "what it does: so begin pages for contributors",
     r"\blook-?ahead\b": "prefetch",

@@ -93,7 +93,7 @@ def test_gradients_are_seen_changed_and_dropped(engine):
     assert torch.equal(model.norm.bias.detach().clone(), before)
     used = model.head.weight.grad
     assert used.norm().item() == pytest.approx(3 * plain.head.weight.grad.norm().item(), rel=1e-3)
-    with pytest.raises(OffloadError, match="used by the last step, and rests on NVMe"):
+    with pytest.raises(OffloadError, match="used by the last step, and is stored on NVMe"):
         used.clone()
     assert "used by the last step" in repr(used)
     loss_of(model(tokens), targets).backward()

@@ -202,7 +202,7 @@ def test_without_matplotlib_there_are_no_pictures_and_one_line_says_so(place, mo
     assert status == 0, err
     assert "no pictures: matplotlib is not installed (pip install 'offload-engine[plot]')" in out.splitlines()
     assert {file.name for file in place.out.iterdir()} == {"run.json", "run.jsonl"}
-    assert "nothing rests there" in out and "by nothing" not in out
+    assert "nothing is stored there" in out and "by nothing" not in out
 
 
 # Refusals.

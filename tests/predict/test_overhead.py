@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny import Tiny
 
-from offload.predict import probe
+from offload.predict import prediction, probe
 from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
 from offload.predict.overhead import record_seconds, unit_seconds
@@ -49,6 +49,25 @@ def test_each_record_that_passes_nvme_is_charged_to_the_cores():
     )
 
 
+def test_placements_of_one_batch_are_kept_for_another_and_are_the_same_as_new_ones():
+    machine = Machine(
+        host_bytes=0, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
+        checksum=2e10, unit_seconds=0.0, record_seconds=0.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Model("tiny", Tiny(), 4, 128, 0, 256)
+    small, large = (Workload(batch=batch, sequence=16, precision="fp32") for batch in (4, 8))
+    machine = replace(machine, host_bytes=least_host_bytes(model, machine, small))
+    assert predict(model, machine, small).fits
+    made = prediction._placements.cache_info().misses
+    kept = predict(model, machine, large).plan
+    assert prediction._placements.cache_info().misses == made
+    prediction._placements.cache_clear()
+    for cache in (prediction.predict, prediction._placed):
+        cache.cache_clear()
+    assert predict(model, machine, large).plan == kept
+
+
 def test_gradients_are_put_away_at_the_rate_that_a_backward_has_shown():
     with torch.device("meta"):
         model = Model("tiny", Tiny(), 4, 128, 0, 256)
@@ -78,18 +97,18 @@ def test_what_compute_and_sweeps_reach_together_says_how_much_of_the_cores_they_
 
 def test_a_slow_core_is_tried_on_fewer_tokens(monkeypatch: pytest.MonkeyPatch):
     workload, now = Workload(batch=4, sequence=512), 0.0
-    monkeypatch.setattr(probe.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(probe.time, "process_time", lambda: now)
 
     def size_at(tokens_per_second: float) -> tuple[int, int]:
         def work(batch: int, sequence: int) -> Callable[[], object]:
             def round_() -> None:
                 nonlocal now
-                now += batch * sequence / tokens_per_second
+                now += torch.get_num_threads() * batch * sequence / tokens_per_second
 
             return round_
 
         return probe._size_of_round(work, workload, most_tokens=1024)
 
     assert size_at(1e6) == (2, 512)  # all that may be tried
-    assert size_at(1000) == (1, 128)  # 64 tokens are over too soon to be twice as long as is waited for
+    assert size_at(1000) == (1, 64)  # 32 tokens are over too soon to be twice as long as is waited for
     assert size_at(1) == (1, 16)

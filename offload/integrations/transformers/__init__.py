@@ -2,7 +2,7 @@
 
 ``OffloadTrainer`` is the ready class, ``OffloadTrainerMixin`` makes one of any other trainer (``SFTTrainer``,
 ``DPOTrainer``, ``Seq2SeqTrainer``), ``OffloadCallback`` logs what a step took. ``OffloadedCache`` is a cache of
-keys and values that rests in memory and on NVMe.
+keys and values that is stored in memory and on NVMe.
 """
 
 from offload.integrations.transformers.cache import OffloadedCache

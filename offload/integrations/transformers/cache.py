@@ -1,4 +1,4 @@
-"""A cache of keys and values that rests in the engine's memory of activations and on NVMe."""
+"""A cache of keys and values that is stored in the engine's memory of activations and on NVMe."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PART = 64
 
 
 class OffloadedCache(Cache):
-    """A dynamic cache for ``generate(past_key_values=...)``, whose layers rest in ``activation_memory``, and on NVMe
-    where that has no room (``activations="nvme"``).
+    """A dynamic cache for ``generate(past_key_values=...)``, whose layers are stored in ``activation_memory``, and on
+    NVMe where that has no room (``activations="nvme"``).
 
     A layer's keys and values are where the model computes for as long as that layer does; those of the next layers are
     read meanwhile. Each is written once. The tokens are those of a ``DynamicCache``. It ends before its engine does.

@@ -1,4 +1,4 @@
-"""The arithmetic of gradients that rest in a device's memory."""
+"""The arithmetic of gradients that are stored in a device's memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.units import ParameterSpec, UnitSpec
 
 
 class DeviceGradients(UnitGradients):
-    """Gradients that rest in a device's memory, added up in the order of compute; their squares are found later."""
+    """Gradients that are stored in a device's memory, added up in compute's order; their squares are found later."""
 
     is_on_device = True
 

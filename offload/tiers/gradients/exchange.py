@@ -2,10 +2,10 @@
 an all-reduce of what each has over its replicas.
 
 Each rank sends every other one its part, and adds up its own shard of all of them: in the order of the ranks, in fp32,
-divided by their number, so with the same bits wherever shards rest. Where there are replicas, they add up their sums in
-the same way, each a part of them, which they gather: every replica gets the same bits. The result goes to the shard's
-place like a gradient that was made here. All of that happens where gradients are made: in host memory, or on a device,
-where it stands in a stream and no thread waits for it.
+divided by their number, so with the same bits wherever shards are stored. Where there are replicas, they add up their
+sums in the same way, each a part of them, which they gather: every replica gets the same bits. The result goes to the
+shard's place like a gradient that was made here. All of that happens where gradients are made: in host memory, or on a
+device, where it stands in a stream and no thread waits for it.
 
 The gradients of one unit are a bucket. A bucket is open while gradients are added to it, sent until the thread of
 collectives has scattered it, and free else.

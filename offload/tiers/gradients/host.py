@@ -1,4 +1,4 @@
-"""The arithmetic of gradients that rest in host memory."""
+"""The arithmetic of gradients that are stored in host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _nothing() -> None:
 
 
 class HostGradients(UnitGradients):
-    """Gradients that rest in host memory."""
+    """Gradients that are stored in host memory."""
 
     def __init__(self, address: int, dtype: torch.dtype, before_change: Callable[[], None] = _nothing) -> None:
         """``before_change`` is called before bytes change, in the thread that changes them."""

@@ -1,4 +1,4 @@
-"""Makes the places where gradients rest."""
+"""Makes the places where gradients are stored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sums of squares of gradients: worked out on the device that makes them, and added up over ranks.
 
-On a device, gradients that rest there are added up first, unit by unit, and their sums come in one copy a step; one
-that leaves is looked at before it goes, and the sums of a unit follow its gradients. Over ranks, each has parts of
+On a device, gradients that are stored there are added up first, unit by unit, and their sums come in one copy a step;
+one that leaves is looked at before it goes, and the sums of a unit follow its gradients. Over ranks, each has parts of
 gradients: so norm, clipping and skipped steps are the same on all of them.
 """
 
@@ -53,8 +53,8 @@ _NOTHING_SENT = SentSums(None, {}, (torch.empty(0), torch.empty(0)))
 
 
 class Squares:
-    """Sums for all trainable parameters; these are worked out in host memory, where gradients rest. All calls come from
-    one thread at a time."""
+    """Sums for all trainable parameters; these are worked out in host memory, where gradients are stored. All calls
+    come from one thread at a time."""
 
     def move(self, resident: Collection[int]) -> None:
         """Other units are resident on the device from now on. Nothing is begun."""

@@ -1,7 +1,7 @@
 """Gradients that are tensors of the user's own: he has made them ``parameter.grad``, and may go on changing them.
 
 They stay what he has, as in PyTorch: a backward adds to them, and so they may be views of a flat bucket. Before a step,
-and before norms are asked for, what is in them is brought to where gradients rest.
+and before norms are asked for, what is in them is brought to where gradients are stored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Own:
 
 
 class OwnGradients:
-    """First of the sinks. ``write`` brings a gradient to where gradients rest, and is to be set before the first."""
+    """First of the sinks. ``write`` brings a gradient to where all are stored, and is to be set before the first."""
 
     def __init__(self, sink: GradientSink) -> None:
         self.write: Callable[[UnitSpec, ParameterSpec, torch.Tensor], None]
@@ -82,7 +82,7 @@ class OwnGradients:
         if tensor is not None:
             with torch.no_grad():
                 tensor.add_(plain(gradient), alpha=scale)
-        if own is None or own.held is None:  # the user may let go of it: then what rests is the gradient
+        if own is None or own.held is None:  # the user may let go of it: then what is stored is the gradient
             self._sink.take(unit, spec, gradient, scale)
 
     def end_part(self, unit: UnitSpec) -> None:

@@ -1,4 +1,4 @@
-"""Gradients that rest on NVMe: they are added up in a buffer, and spilled when the unit's backward is over."""
+"""Gradients that are stored on NVMe: they are added up in a buffer, and spilled when the unit's backward is over."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The gradient store: sum of squares and scale of each gradient of the coming step, whose elements rest elsewhere.
+"""The gradient store: sum of squares and scale of each gradient of the coming step, whose elements are stored
+elsewhere.
 
-There is one way to add a gradient, whatever the tier: the first one is put where it rests, the next ones are added to
-it, and where gradients with different scales meet they are rescaled. The arithmetic is that of ``UnitGradients``.
+There is one way to add a gradient, whatever the tier: the first one is put where it is stored, the next ones are added
+to it, and where gradients with different scales meet they are rescaled. The arithmetic is that of ``UnitGradients``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Gradient:
     """A parameter's gradient for the coming step, without its elements."""
 
     sum_squares: float
-    """Of the elements as they rest, before they are multiplied by ``scale``."""
+    """Of the elements as they are stored, before they are multiplied by ``scale``."""
     scale: float
     """Factor that the elements are still to be multiplied by: loss scaling and clipping cost no pass over them."""
     first_asked: float = math.nan
@@ -101,7 +102,7 @@ class _OfUnit:
 
 
 class GradientStore:
-    """The last sink: the gradients of all units. The update reads them where they rest."""
+    """The last sink: the gradients of all units. The update reads them where they are stored."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class GradientStore:
         return self._of[unit.index].gradients
 
     def move(self, unit: UnitSpec, gradients: UnitGradients) -> None:
-        """The unit's gradients rest elsewhere from now on. There are none now."""
+        """The unit's gradients are stored elsewhere from now on. There are none now."""
         self._of[unit.index] = _OfUnit(gradients)
 
     # The sink: see ``GradientSink``.
@@ -213,21 +214,21 @@ class GradientStore:
     # What is asked from outside of a backward.
 
     def is_kept(self, unit: UnitSpec, spec: ParameterSpec) -> bool:
-        """The gradient, which must be there, can be read: no step has used it, or it rests in memory on all ranks."""
+        """The gradient, which must be there, can be read: no step has used it, or all ranks have it in memory."""
         of = self._of[unit.index]
         return spec in of.known or not (of.gradients.spills or unit.index in self._spilled_by_ranks)
 
     def read(self, unit: UnitSpec, spec: ParameterSpec) -> torch.Tensor:
         """A copy of the gradient, which must be there, in host memory. Raises ``OffloadError`` for one that a step has
-        used and that does not rest in memory."""
+        used and that does not are stored in memory."""
         of = self._of[unit.index]
         known = of.known.get(spec)
         if spec in of.zeroed:
             return torch.zeros(spec.shape, dtype=torch.float32)
         if not self.is_kept(unit, spec):
             raise OffloadError(
-                f"the gradient of {spec.name} was used by the last step, and rests on NVMe, where it is not kept: its "
-                "norm is known still. Take a copy before the step: parameter.grad.detach().clone()"
+                f"the gradient of {spec.name} was used by the last step, and is stored on NVMe, where it is not kept: "
+                "its norm is known still. Take a copy before the step: parameter.grad.detach().clone()"
             )
         gradient = of.gradients.read(spec) * (known or of.used[spec]).scale
         self._close_outside(of)
@@ -252,7 +253,7 @@ class GradientStore:
         of.known[spec] = Gradient(0.0, 1.0, origin=object() if before is None else before.origin)
 
     def copy_to(self, unit: UnitSpec, address: int, dtype: torch.dtype) -> None:
-        """Copy the elements of the unit's gradients, as they rest, to host memory at ``address``."""
+        """Copy the elements of the unit's gradients, as they are stored, to host memory at ``address``."""
         of = self._of[unit.index]
         self._put_zeros(of)
         for spec in of.known:

@@ -59,7 +59,7 @@ class UnitGradients:
         """The gradients belong to a step now, or are not wanted."""
 
     def leave(self) -> None:
-        """The unit's gradients rest elsewhere from now on. There are none now."""
+        """The unit's gradients are stored elsewhere from now on. There are none now."""
 
     def lend(self) -> Loan | None:
         """The gradients where they still lie, if an update that reads them there saves a transfer. Any thread."""

@@ -42,7 +42,7 @@ class HostBuffer:
 
 
 class Carrier(Generic[P]):
-    """The memory of one tier for units that rest in a lower one, and the way of their bytes to it."""
+    """The memory of one tier for units that are stored in a lower one, and the way of their bytes to it."""
 
     num_places: int | None = None
     """Number of places that there are; None if their sizes differ."""

@@ -1,4 +1,4 @@
-"""Weights in a device's memory: copies of units that rest in host memory or on NVMe, fetched ahead of use.
+"""Weights in a device's memory: copies of units that are stored in host memory or on NVMe, fetched ahead of use.
 
 Updates change the weights in host memory, so a copy is good until the unit's next update. What fills the windows there
 is ``HostSource``, or, where ranks have shards of units, ``RanksSource``. Within a step

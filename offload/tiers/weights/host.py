@@ -68,7 +68,7 @@ class NvmeCarrier(Carrier[HostPlace]):
     def fetch(self, unit: UnitSpec, place: HostPlace) -> Transfer:
         home = self._homes[unit.index].weights.stored
         if home is None:
-            raise RuntimeError(f"unit {unit.name} does not rest on NVMe")
+            raise RuntimeError(f"unit {unit.name} is not stored on NVMe")
         return home.read(place.address, urgent=True)
 
     def pending(self) -> Transfer | None:

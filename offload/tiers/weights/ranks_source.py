@@ -43,7 +43,7 @@ class RanksSource:
     homes: Sequence[UnitHomes]
     """Those of this rank's ``shards``."""
     lower: HostLevel
-    """The way of what rests in host memory or below."""
+    """The way of what is stored in host memory or below."""
     landings: Sequence[DeviceWindow]
     """Open windows, each of which holds any shard."""
     device: Device

@@ -60,7 +60,7 @@ class Shadow(Protocol):
 
 
 class SpareWeights:
-    """Of units that rest in host memory and have a spare place there. Nobody else looks at it, so nothing waits."""
+    """Of units that are stored in host memory with a spare place there. Nobody else looks at it, so nothing waits."""
 
     def __init__(
         self, cache: WeightCache[Any], homes: Sequence[UnitHomes], copy: Callable[[int, int, int], None]
