@@ -377,6 +377,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--every", type=int, default=100, help="of checkpoints that are taken, one in so many is used")
     arguments = parser.parse_args()
+    sys.dont_write_bytecode = True  # of what is imported late: nothing but the files may be written to
     faulthandler.enable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

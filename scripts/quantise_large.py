@@ -185,7 +185,7 @@ def quantise(folder: Path, host_memory: str, progress: Progress, until: float) -
                 engine.close(discard=True)  # what it has changed is in the files
                 return False
             start, prefix = time.monotonic(), f"model.layers.{number}."
-            with engine.resident(layers[number]):
+            with page["put_back"](layers[number], engine.resident):
                 states = page["through"](layers[number], prefix, states, change)
                 for name, value in layers[number].named_parameters(prefix.rstrip(".")):
                     if name not in found:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from offload import OffloadEngine
+
 pytest.importorskip("transformers")
 pytest.importorskip("torchao")
 
@@ -36,6 +38,24 @@ def test_a_model_is_quantised_block_by_block_to_the_files_that_it_gives_in_memor
     loaded = page.AutoModelForCausalLM.from_pretrained(tmp_path / "offloaded", dtype=torch.float32)
     assert type(loaded.model.layers[3].mlp.down_proj.weight) is page.Int8Tensor
     torch.testing.assert_close(loaded(page.calibration[0]).logits, quantised, atol=1e-5, rtol=1e-4)
+
+
+def test_a_checkpoint_is_quantised_from_its_files_which_stay_as_they_are(recipe, tight, tmp_path):
+    page = recipe("compress.md")
+    page.build().save_pretrained(tmp_path / "base")
+    page.quantise(page.build(), page.calibration, tmp_path / "memory")
+    before = _contents(tmp_path / "base")
+    with OffloadEngine.from_pretrained(
+        page.AutoModelForCausalLM, tmp_path / "base", optimizer=None, nvme_path=tmp_path, host_memory="512KiB"
+    ) as engine:
+        assert engine.plan.in_place_bytes > 0
+        out = tmp_path / "offloaded"
+        page.quantise(engine.module, page.calibration, out, lambda block: page.put_back(block, engine.resident))
+        engine.close(discard=True)
+    expected, found = _contents(tmp_path / "memory"), _contents(out)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(_contents(tmp_path / "base")[name], value) for name, value in before.items())
 
 
 def test_rounding_that_knows_the_inputs_leaves_less_error_than_rounding_to_nearest(recipe):
