@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import tempfile
@@ -33,8 +32,10 @@ from offload.report.report import Bandwidths
 from offload.tiers.bandwidth import fitted
 from swapper import checksum
 
-_ROUNDS = 3
-_ROUND_SECONDS = 0.1
+_ROUNDS = 5
+_ROUNDS_BESIDE = 2
+"""Of compute beside sweeps, where it takes longer."""
+_ROUND_SECONDS = 0.25
 """No round of products takes much longer, on however slow a core: a forecast is waited for."""
 _MIB = 1 << 20
 _FILE_BYTES = 256 * _MIB
@@ -48,10 +49,6 @@ _MOST_TOKENS = 2048
 _LEAST_TOKENS = 16
 _MOST_FLOPS = 8e10
 """The most work of a round, on however fast a core."""
-_LEAST_WIDTH = 512
-"""Of layers and rows of a head, however slow a core: what is smaller is slowed by all that is not products."""
-_LOOK = (16, 512)
-"""Rows and width of the product that says how large a round may be."""
 _SWEPT = 1 << 22
 """Elements of the tile that the kernel is tried on: far more than caches hold, 32 MiB of moments."""
 
@@ -60,8 +57,6 @@ _MOST_LOST = 0.75
 
 _BLOCKS_BYTES = 96 * _MIB
 """Weights of the blocks that are tried: more than caches hold, as those of a model are."""
-_LEAST_BLOCKS = 2
-"""Of slow cores, which no memory keeps waiting."""
 
 
 def probe(
@@ -132,11 +127,8 @@ def core_rates(
     let go as soon as it is there, and large weights are used in pieces, as in the engine: what a process keeps, and
     what it asks the system for, bears on its speed."""
     dtype = workload.dtype
-    weights = int(_ROUND_SECONDS * _product_rate(dtype) / (6 * _LEAST_TOKENS))  # that a round has time for
-    narrow = max(int(math.sqrt(weights / (12 * _LEAST_BLOCKS))), _LEAST_WIDTH)
-    width = max(min(model.width, _MOST_WIDTH, narrow) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
-    most = min(_BLOCKS_BYTES // dtype.itemsize, weights) // (12 * width**2)
-    number = max(min(most, model.layers), _LEAST_BLOCKS)
+    width = max(min(model.width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
+    number = max(min(_BLOCKS_BYTES // (12 * width**2 * dtype.itemsize), model.layers), 2)
     most_tokens = min(int(_MOST_FLOPS / (6 * 12 * width**2 * number)), _MOST_TOKENS)
     blocks = nn.Sequential(*(_Block(width) for _ in range(number))).to(dtype)
 
@@ -156,7 +148,7 @@ def core_rates(
     cores = replace(cores, lost=_lost(compute, seconds, busy, sweep, meet))
     if not model.vocabulary:
         return cores
-    rows = _rows(model, dtype, max(weights // width, _LEAST_WIDTH))
+    rows = _rows(model, dtype)
     ends = _Ends(rows, width).to(dtype)
 
     def through_ends(batch: int, sequence: int) -> Callable[[], object]:
@@ -184,7 +176,7 @@ def _lost(
     beside = threading.Thread(target=sweeps, name="offload-probe")
     beside.start()
     try:
-        slower, _ = _seconds(compute, meet)
+        slower, _ = _seconds(compute, meet, _ROUNDS_BESIDE)
     finally:
         is_over.set()
         beside.join()
@@ -204,31 +196,20 @@ def _size_of_round(
         if tokens >= min(workload.batch * workload.sequence, most_tokens):
             return batch, sequence
         round_ = work(batch, sequence)
-        if min(_timed(round_) for _ in range(2)) > _ROUND_SECONDS / 2:  # the first one of a shape also prepares it
+        taken = []
+        for _ in range(2):  # the first one of a shape also prepares it
+            start = time.perf_counter()
+            round_()
+            taken.append(time.perf_counter() - start)
+        if min(taken) > _ROUND_SECONDS / 2:
             return batch, sequence
         tokens *= 2
 
 
-def _product_rate(dtype: torch.dtype) -> float:
-    """FLOP a second of a small product. It says no more than how large a round may be."""
-    rows, width = _LOOK
-    left, right = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
-    seconds = min(_timed(lambda: left @ right) for _ in range(_ROUNDS))
-    return 2 * rows * width**2 / seconds
-
-
-def _timed(work: Callable[[], object]) -> float:
-    """Seconds that it takes where no other program has the cores: what is tried does not shrink beside one."""
-    start = time.process_time()
-    work()
-    return (time.process_time() - start) / torch.get_num_threads()
-
-
-def _rows(model: Model, dtype: torch.dtype, most: int) -> list[int]:
-    """Of each piece of the head, or of the part of a large one that is tried: ``most`` rows, or fewer."""
-    most = min(most, _MOST_ROWS)
-    if model.vocabulary > most:
-        return [most]
+def _rows(model: Model, dtype: torch.dtype) -> list[int]:
+    """Of each piece of the head, or of the part of a large one that is tried."""
+    if model.vocabulary > _MOST_ROWS:
+        return [_MOST_ROWS]
     shapes = [spec.shape for unit in model.units(dtype) for spec in unit.parameters if spec.piece is not None]
     rows = [shape[0] for shape in shapes if shape[1] == model.width]
     return rows if sum(rows) == model.vocabulary else [model.vocabulary]

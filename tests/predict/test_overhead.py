@@ -97,18 +97,18 @@ def test_what_compute_and_sweeps_reach_together_says_how_much_of_the_cores_they_
 
 def test_a_slow_core_is_tried_on_fewer_tokens(monkeypatch: pytest.MonkeyPatch):
     workload, now = Workload(batch=4, sequence=512), 0.0
-    monkeypatch.setattr(probe.time, "process_time", lambda: now)
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: now)
 
     def size_at(tokens_per_second: float) -> tuple[int, int]:
         def work(batch: int, sequence: int) -> Callable[[], object]:
             def round_() -> None:
                 nonlocal now
-                now += torch.get_num_threads() * batch * sequence / tokens_per_second
+                now += batch * sequence / tokens_per_second
 
             return round_
 
         return probe._size_of_round(work, workload, most_tokens=1024)
 
     assert size_at(1e6) == (2, 512)  # all that may be tried
-    assert size_at(1000) == (1, 64)  # 32 tokens are over too soon to be twice as long as is waited for
+    assert size_at(1000) == (1, 128)  # 64 tokens are over too soon to be twice as long as is waited for
     assert size_at(1) == (1, 16)
