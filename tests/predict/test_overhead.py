@@ -22,6 +22,19 @@ from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
 
 
+def _machine() -> Machine:
+    """One with no host memory yet."""
+    return Machine(
+        host_bytes=0, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
+        checksum=2e10, unit_seconds=0.0, record_seconds=0.0,
+    )  # fmt: skip
+
+
+def _model() -> Model:
+    with torch.device("meta"):
+        return Model("tiny", Tiny(), 4, 128, 0, 256)
+
+
 def test_a_unit_and_a_record_on_nvme_take_a_part_of_a_core(tmp_path: Path):
     assert 0 < unit_seconds() < 0.1
     assert 0 < record_seconds(tmp_path) < 0.1
@@ -29,12 +42,7 @@ def test_a_unit_and_a_record_on_nvme_take_a_part_of_a_core(tmp_path: Path):
 
 
 def test_each_record_that_passes_nvme_is_charged_to_the_cores():
-    machine = Machine(
-        host_bytes=0, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
-        checksum=2e10, unit_seconds=0.0, record_seconds=0.0,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = Model("tiny", Tiny(), 4, 128, 0, 256)
+    machine, model = _machine(), _model()
     workload = Workload(batch=4, sequence=16, precision="fp32")
     machine = replace(machine, host_bytes=least_host_bytes(model, machine, workload))
     free = predict(model, machine, workload)
@@ -50,12 +58,7 @@ def test_each_record_that_passes_nvme_is_charged_to_the_cores():
 
 
 def test_placements_of_one_batch_are_kept_for_another_and_are_the_same_as_new_ones():
-    machine = Machine(
-        host_bytes=0, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
-        checksum=2e10, unit_seconds=0.0, record_seconds=0.0,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = Model("tiny", Tiny(), 4, 128, 0, 256)
+    machine, model = _machine(), _model()
     small, large = (Workload(batch=batch, sequence=16, precision="fp32") for batch in (4, 8))
     machine = replace(machine, host_bytes=least_host_bytes(model, machine, small))
     assert predict(model, machine, small).fits
