@@ -102,8 +102,7 @@ class TrainingPasses(Passes):
         with self.failure:
             if self.speculative.of_unit:
                 self.speculative.invalidate(unit)
-            if self.fence.is_pending(unit):
-                self.fence.wait(unit)
+            self.fence.wait(unit)
             self.sink.take(unit, spec, gradient, 1.0 if scale is None else scale)
         if scale is None:
             self.progress.has_other_gradients = True

@@ -180,23 +180,9 @@ never_compiled: Callable[[Any], Any] = found(torch, "_disable_dynamo")
 """Keeps a function out of what ``torch.compile`` makes of its callers."""
 
 
-_compiler_looks: Callable[[], object] = found(torch._C._dynamo.eval_frame, "get_eval_frame_callback")
-"""What ``torch.compile`` has put in the way of this thread's calls; None if it is not at work."""
-
-
 def outside_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """``torch.compile`` runs this function as it is, between two graphs, and says ``reason`` where it may not.
-
-    Where no compiler looks at this thread it is called as it is: the compiler's own way around takes about 5 us.
-    """
-    disabled = torch.compiler.disable(function, reason=reason)
-
-    def run(*args: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or _compiler_looks() is not None:
-            return disabled(*args)
-        return function(*args)
-
-    return run
+    """``torch.compile`` runs this function as it is, between two graphs, and says ``reason`` where it may not."""
+    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
 
 
 def same_number(first: RemovableHandle | None, register: Callable[[], RemovableHandle]) -> RemovableHandle:
