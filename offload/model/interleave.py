@@ -7,12 +7,12 @@ in turn, and it is released after the last.
 [Note: Why the bits are those of the loop] Each micro-batch computes what it computes alone. What they share is the
 weights, which stay as they are, the sums of gradients, and the random generators. A micro-batch begins the backward of
 a unit when those before it have begun theirs, so that gradients are added in the order of the loop. Where units are
-nested in it, such as experts, of which each micro-batch uses others, it waits once more before it gives the unit a
-gradient. Once one draws random numbers in its forward, or changes weights there, it goes on alone to its end, and so
-does the next: that is the loop. The first forward of all runs alone, so that this is known before another one begins:
-what a model remembers of one forward (the state of a recurrent net) would be read by the next one before anything shows
-that it was changed. What has come in another order all the same is an error. None of it depends on the micro-batches
-using the same units in the same order; only the traffic that is saved does.
+nested in it, such as experts, of which each micro-batch uses others, it waits once more before it gives a parameter of
+the unit a gradient. Once one draws random numbers in its forward, or changes weights there, it goes on alone to its
+end, and so does the next: that is the loop. The first forward of all runs alone, so that this is known before another
+one begins: what a model remembers of one forward (the state of a recurrent net) would be read by the next one before
+anything shows that it was changed. What has come in another order all the same is an error. None of it depends on the
+micro-batches using the same units in the same order; only the traffic that is saved does.
 
 [Note: Why nothing hangs] One thread computes at any moment until all are over. Who stops to compute, by waiting or by
 its end, says who goes on; the first micro-batch that is not over may always. After an error each of the others ends at
@@ -106,8 +106,8 @@ class MicroBatch:
     stage: Stage = Stage.WAITING
     place: Place | None = None
     """The last use that it came to."""
-    has_begun: bool = False
-    """It waits there in the middle of a backward."""
+    gives: ParameterSpec | None = None
+    """It waits there in the middle of a backward, to give this one a gradient."""
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Semaphore that its thread waits for."""
     states: tuple[Any, ...] = ()
@@ -117,6 +117,8 @@ class MicroBatch:
     used: set[UnitInModel] = field(default_factory=set)
     calls: dict[UnitInModel, set[int]] = field(default_factory=dict)
     """Beginning of each call of a unit, of those whose backward is to come."""
+    given: set[ParameterSpec] = field(default_factory=set)
+    """Parameters that it gave a gradient since the last backward of their unit began."""
     is_one: bool = True
     """False: there was none left for it."""
     result: Any = None
@@ -253,6 +255,7 @@ class MicroBatches:
 
     def opened(self, unit: UnitInModel, start: int) -> None:
         self._own.calls.get(unit, set()).discard(start)
+        self._own.given.difference_update(unit.spec.parameters)
 
     def is_awaited(self, unit: UnitInModel) -> bool:
         return any(each.place is not None and each.place.unit is unit for each in self._in_stage(Stage.WAITING))
@@ -261,10 +264,11 @@ class MicroBatches:
         own = self._own
         if not in_its_place:
             self._run_one_by_one(f"the gradient of {spec.name} comes outside of its unit's backward")
-        if self._is_ahead(own, unit):
-            own.place, own.has_begun = Place(unit, backward=True), True
+        if self._gives_too_early(own, unit, spec):
+            own.place, own.gives = Place(unit, backward=True), spec
             self._pause(own)
-            own.has_begun = False
+            own.gives = None
+        own.given.add(spec)
         last = self._last_giver.get(spec, -1)
         if own.index < last:
             self._refuse_order(own, last, f"gets a gradient of {spec.name}")
@@ -320,14 +324,15 @@ class MicroBatches:
         place = own.place
         if place is None or not place.backward:
             return False
-        if own.has_begun:
-            return self._is_ahead(own, place.unit)
+        if own.gives is not None:
+            return self._gives_too_early(own, place.unit, own.gives)
         num_calls = max(own.num_calls(place.unit), 1)
         return any(each.num_calls(place.unit) >= num_calls for each in self._before(own))
 
-    def _is_ahead(self, own: MicroBatch, unit: UnitInModel) -> bool:
-        """One before it is in the middle of the backward of the unit."""
-        return any(unit is entry[0] for each in self._before(own) for entry in each.context.open)
+    def _gives_too_early(self, own: MicroBatch, unit: UnitInModel, spec: ParameterSpec) -> bool:
+        """One before it is in the middle of the backward of the unit, and has not given the parameter a gradient."""
+        before = (each for each in self._before(own) if spec not in each.given)
+        return any(unit is entry[0] for each in before for entry in each.context.open)
 
     def _before(self, own: MicroBatch) -> list[MicroBatch]:
         """Those before it in a loop that are not over."""

@@ -174,9 +174,9 @@ def test_what_is_still_being_written_is_taken_from_memory_and_the_memory_waits_f
     rig.keep("abc")
     rig.backward("cba")
     assert rig.scratch.events == ["write a"]  # it is not read, and not waited for
-    assert rig.left == (PAGE, PAGE)
+    assert rig.left == (0, 0) and rig.scratch.taken_bytes == PAGE
     rig.scratch.all_is_over()
-    assert rig.left == (0, 0)
+    assert rig.left == (0, 0) and rig.scratch.taken_bytes == 0
 
 
 def test_a_graph_that_is_dropped_without_a_backward_gives_all_back():
@@ -184,8 +184,10 @@ def test_a_graph_that_is_dropped_without_a_backward_gives_all_back():
     rig.keep("abcdefg")
     rig.kept.clear()
     gc.collect()
+    assert rig.scratch.in_flight and rig.left == (0, 0)  # nobody wants what is still being written
+    assert rig.scratch.taken_bytes > 0
     rig.scratch.all_is_over()
-    assert rig.left == (0, 0)
+    assert rig.left == (0, 0) and rig.scratch.taken_bytes == 0
     rig.keep("hij")
     rig.backward("jih")
 

@@ -213,13 +213,17 @@ class ActivationPool:
     def taken_bytes(self) -> int:
         """Bytes of the memory that are taken now, by activations that somebody still wants."""
         self._collect()
-        return self._ranges.taken_bytes
+        leaving = sum(align(piece.nbytes) for piece in self._leaving if piece.offset is not None)
+        return self._ranges.taken_bytes - leaving
 
     @property
     def nvme_bytes(self) -> int:
         """The same on NVMe."""
+        if self.scratch is None:
+            return 0
         self._collect()
-        return 0 if self.scratch is None else self.scratch.taken_bytes
+        leaving = sum(piece.place.nbytes for piece in self._leaving if piece.place is not None)
+        return self.scratch.taken_bytes - leaving
 
     def drain(self) -> None:
         """Wait for every transfer in flight, whatever becomes of it."""
