@@ -99,16 +99,7 @@ class Model:
     def flops(self, unit: UnitSpec) -> tuple[float, float]:
         """FLOP of products with the unit's weights for one token: in forward, and for the gradients of its trained
         weights. Those of its input take as many as forward."""
-        forward = trained = 0.0
-        for spec in unit.parameters:
-            modules = [site.module for site in spec.owners]
-            if len(spec.shape) < 2 or all(isinstance(module, nn.Embedding) for module in modules):
-                continue
-            share = self.active if _of_experts(spec.name, len(spec.shape)) else 1.0
-            flops = 2.0 * spec.shape.numel() * share
-            forward += flops
-            trained += flops if spec.trainable else 0.0
-        return forward, trained
+        return _flops(unit, self.active)
 
     def attention_flops(self, sequence: int) -> float:
         """FLOP of causal attention in forward, for one token of one layer."""
@@ -124,6 +115,21 @@ def _units(
         units = _units(module, AS_WEIGHTS, dtype, num_ranks, trained, in_pieces)
         return tuple(of_base(units, module, base, dtype, num_ranks))
     return tuple(find_units(module, in_pieces=in_pieces, dtype=dtype, num_ranks=num_ranks, most_experts=MOST_EXPERTS))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _flops(unit: UnitSpec, active: float) -> tuple[float, float]:
+    """Counted once: every forecast of a search asks for all units."""
+    forward = trained = 0.0
+    for spec in unit.parameters:
+        modules = [site.module for site in spec.owners]
+        if len(spec.shape) < 2 or all(isinstance(module, nn.Embedding) for module in modules):
+            continue
+        share = active if _of_experts(spec.name, len(spec.shape)) else 1.0
+        flops = 2.0 * spec.shape.numel() * share
+        forward += flops
+        trained += flops if spec.trainable else 0.0
+    return forward, trained
 
 
 def from_architecture(name: str, shapes: Architecture) -> Model:
