@@ -61,3 +61,4 @@ def test_the_last_line_of_a_trainer_says_what_is_kept(tmp_path: Path, library, p
     ended = forked.run(program, tmp_path)
     assert ended.returncode == status, ended.stderr
     assert f"offload: interrupted after step 3: {said.format(path=tmp_path)}" in ended.stderr
+    assert "Traceback" not in ended.stderr
