@@ -81,7 +81,7 @@ class Checkpoints:
         self._objects: list[Any] = []
         self._identity = RunIdentity()
         self.is_due = False
-        """A step waits for its boundary, to be committed."""
+        """A step waits for its boundary, to be committed; or the first forward is to warn of what it replaces."""
         self._feed: dict[str, Any] | None = None
         """Source of batches, as it was when the last step returned. Known with ``durable`` only."""
         self._signals = Signals()
@@ -98,11 +98,9 @@ class Checkpoints:
         program_end.watch(self)
         if config.durable:
             self._signals.watch()
-        if config.durable and (committed := self._committed()) is not None:
-            warn(
-                f"nvme_path holds step {committed.run['step']} of an earlier run: engine.load_checkpoint() goes on "
-                "from it, and without that the first commit replaces it"
-            )
+        self._unclaimed = self._committed() if config.durable else None
+        """An earlier run's last step, that nobody has gone on from yet."""
+        self.is_due = self._unclaimed is not None
 
     def register(self, objects: Iterable[Any]) -> None:
         """Objects with ``state_dict`` and ``load_state_dict`` are saved and restored with every checkpoint."""
@@ -127,9 +125,17 @@ class Checkpoints:
         """The first call into the engine after a step: commit it, if that is due."""
         if self._config.durable:
             self._signals.watch()
-        if self.is_due:
+        if self._unclaimed is not None:
+            warn(
+                f"nvme_path holds step {self._unclaimed.run['step']} of an earlier run: engine.load_checkpoint() goes "
+                "on from it, and without that the first commit replaces it"
+            )
+        elif self.is_due:
             self.generations.commit(self._describe_step)
-        self.is_due = False
+        self._claim()
+
+    def _claim(self) -> None:
+        self._unclaimed, self.is_due = None, False
 
     def _describe_step(self, updates: Sequence[LoggedUpdate] = ()) -> bytes:
         """Describe what the last step has left, without what came after it; ``updates`` are logged."""
@@ -220,6 +226,8 @@ class Checkpoints:
                 "load_checkpoint() without a directory goes on from what a run with durable=k has committed under "
                 "nvme_path. Give the directory of save_checkpoint, or make the engine with nvme_path and durable"
             )
+        if self._unclaimed is not None:
+            self._claim()
         opened = self._opened
         if opened is None:
             return None
