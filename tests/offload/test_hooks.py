@@ -198,6 +198,35 @@ def test_a_parameter_used_outside_of_its_unit_has_its_gradient_taken_without_a_u
     assert story.train(lambda model: model.a.bias * 3) == ["take a.bias", "over a"]
 
 
+def _weights_taken_out(self: Model, x: torch.Tensor) -> torch.Tensor:
+    for module in (self.a, self.b):
+        x = nn.functional.linear(x, module.weight, module.bias)
+    return x
+
+
+def test_gradients_that_come_outside_of_their_units_backward_end_it_once():
+    story = Story(Model(_weights_taken_out, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), "a", "b")
+    assert story.train() == [
+        *("take b.bias", "take b.weight", "over b"),
+        *("take a.bias", "take a.weight", "over a"),
+    ]
+
+
+def test_an_exception_after_a_gradient_outside_of_a_backward_leaves_no_unit_waiting():
+    def stop(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("backward")
+
+    story = Story(Model(_weights_taken_out, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), "a", "b")
+    x = batch(requires_grad=True)
+    loss = story.model(x).sum()
+    x.register_hook(stop)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    del loss
+    story.hooks.reset()
+    assert [event for event in story.told() if event.startswith("over")] == ["over b", "over a"]
+
+
 # Checkpoints.
 
 
