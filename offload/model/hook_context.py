@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-from offload.model.unit_in_model import CallsOfUnit, UnitInModel
+from offload.model.unit_in_model import Call, CallsOfUnit, UnitInModel
 from offload.torch_internals import graph_task, when_backward_ends
 
 
@@ -49,6 +49,14 @@ class HookContext:
             self.tasks[task] = weakref.ref(at_end)
             when_backward_ends(at_end)
         return task
+
+    def come_to(self, call: Call, *, goes_on: bool) -> list[tuple[UnitInModel, int, int]]:
+        """A backward has come to the call: those that began later are over. What they have left open; if it ``goes_on``
+        with this call, without the unit of it."""
+        later = [entry for entry in self.open if entry[1] > call.end]
+        if goes_on:
+            self.open = [entry for entry in self.open if entry not in later or entry[0] is not call.unit]
+        return [entry for entry in later if entry in self.open]
 
     def end(self, task: int | None) -> list[tuple[UnitInModel, int, int]]:
         """The task is over, or all are if it is None: what it has left open."""

@@ -289,8 +289,7 @@ class Hooks:
         if unit in self._kept:
             self._kept.remove(unit)
         elif unit.num_users == 0:
-            if self._with_strays.units:
-                self._with_strays.drop()
+            self._with_strays.drop()
             unit.strays.begin_use()
             unit.wake()
             unit.is_copy = self._listener.begin_use(unit.spec)
@@ -398,15 +397,16 @@ class Hooks:
                 "Call the backward within the function whose forward it belongs to"
             )
         task = context.await_end(self.close_backward)
-        for entry in [entry for entry in context.open if entry[1] > call.end]:
+        for entry in context.come_to(call, goes_on=self._turns is None):  # else it waits for its turn at each call
             self._leave_backward(entry)
-        if not unit.in_backward:
-            if unit.forward_depth == 0:
+        begins = all(entry[0] is not unit for entry in context.open)
+        if begins:
+            if not unit.in_backward and unit.forward_depth == 0:
                 self._begin_use(unit)
             unit.in_backward = True
             context.open.append((unit, call.start, task))
-            if self._turns is not None:
-                self._turns.opened(unit, call.start)
+        if self._turns is not None:
+            self._turns.opened(unit, call.start, begins=begins)
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""

@@ -2,9 +2,10 @@
 before the step.
 
 [Note: Order of the update] The order in which the next forward is expected to use the units, so that it waits for each
-unit's own update and no longer than that. Everything a step depends on (clip factor, learning rates, step numbers) is frozen before the first tile is
-touched, so running under the next forward changes nothing in the result. Tiles are read in that order, ahead of the
-kernel, by ``Pipeline._read_ahead``; while a verdict is waited for, ``read_ahead`` has their states read.
+unit's own update and no longer than that. Everything a step depends on (clip factor, learning rates, step numbers) is
+frozen before the first tile is touched, so running under the next forward changes nothing in the result. Tiles are read
+in that order, ahead of the kernel, by ``Pipeline._read_ahead``; while a verdict is waited for, ``read_ahead`` has their
+states read.
 """
 
 from __future__ import annotations

@@ -71,14 +71,19 @@ def test_the_backwards_of_two_forwards_may_come_in_any_order():
     story.check_gradients()
 
 
-def test_a_module_that_is_called_twice_is_used_twice_each_way():
+def test_a_module_that_is_called_twice_in_a_row_has_one_backward():
     story = Story(Model(lambda self, x: self.a(self.a(x).relu()), a=nn.Linear(4, 4)), "a")
-    assert story.train() == [
-        *forward_of("a", "a"),
+    assert story.train() == [*forward_of("a", "a"), *backward_of("a")]
+
+
+def test_a_module_that_is_called_before_and_after_another_is_used_twice_each_way():
+    model = Model(lambda self, x: self.a(self.b(self.a(x).relu())), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    assert Story(model, "a", "b").train() == [
+        *forward_of("a", "b", "a"),
         "begin a",  # the second call's backward: the gradients come with the first one's
         "end a",
         "over a",
-        *backward_of("a"),
+        *backward_of("b", "a"),
     ]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Tiny, batches, least_budget, loss_of
+from tiny import Block, Tiny, batches, least_budget, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -65,6 +65,20 @@ class Checkpointed(Tiny):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(self.norm(x))
+
+
+class InParts(Block):
+    """Two checkpoints within one block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(lambda x: torch.nn.functional.gelu(self.up(self.norm(x))), x, use_reentrant=True)
+        return x + checkpoint(self.down, hidden, use_reentrant=True)
+
+
+class CheckpointedInParts(Tiny):
+    def __init__(self) -> None:
+        super().__init__(width=64)
+        self.blocks = nn.ModuleList(InParts(64) for _ in range(4))
 
 
 class Routed(Tiny):
@@ -289,12 +303,13 @@ def test_the_bits_are_those_of_the_loop(k: int, budget: float, tmp_path: Path):
         (Tied, 0.5),
         (lambda: Checkpointed(reentrant=True), 0.5),
         (lambda: Checkpointed(reentrant=False), 0.5),
+        (CheckpointedInParts, 0.5),
         (Routed, 0.8),
         (Owner, 0.5),
         (WithPolicy, 0.5),
         (Twice, 0.5),
     ],
-    ids=["tied", "reentrant", "not reentrant", "routed", "owner", "policy", "twice"],
+    ids=["tied", "reentrant", "not reentrant", "in parts", "routed", "owner", "policy", "twice"],
 )
 def test_models_of_all_kinds_run_together(make: Callable[[], nn.Module], share: float, tmp_path: Path):
     loop, together = both(make, tmp_path, k=4)
