@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -35,7 +34,6 @@ from offload.torch_internals import (
     next_sequence_number,
     num_listening_modes,
     unseen,
-    when_backward_ends,
 )
 from offload.units import ParameterSpec
 from swapper import OffloadError
@@ -83,7 +81,7 @@ class Hooks:
         """The one that computes."""
         self._turns: Interleaving | None = None
         self._kept: list[UnitInModel] = []
-        """Units that the last context has left, and that another one will use next."""
+        """Units that the last context has left, and that another one will use next, or in a backward itself."""
         self.standing = Standing(parameters)
         self._in_use: dict[UnitInModel, None] = {}
         """Units from before a use of them begins until after it has ended: those that an interrupt may leave."""
@@ -95,10 +93,9 @@ class Hooks:
 
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
-        context = self.context
-        context.tasks = {} if task is None else {key: end for key, end in context.tasks.items() if key != task}
-        for entry in [entry for entry in context.open if task is None or entry[2] == task]:
+        for entry in self.context.end(task):
             self._leave_backward(entry)
+        self._end_outside()
 
     def reset(self) -> None:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
@@ -292,8 +289,7 @@ class Hooks:
         if unit in self._kept:
             self._kept.remove(unit)
         elif unit.num_users == 0:
-            if self._with_strays.units:
-                self._with_strays.drop()
+            self._with_strays.drop()
             unit.strays.begin_use()
             unit.wake()
             unit.is_copy = self._listener.begin_use(unit.spec)
@@ -310,7 +306,7 @@ class Hooks:
             if unit.num_users > 0:
                 if self._turns is not None:
                     unit.own_writes.begin(is_copy=unit.is_copy)
-            elif self._turns is not None and self._turns.is_awaited(unit):
+            elif self._turns is not None and (graph_task() != -1 or self._turns.is_awaited(unit)):
                 self._kept.append(unit)
             else:
                 self._release(unit)
@@ -400,21 +396,17 @@ class Hooks:
                 f"{_TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
                 "Call the backward within the function whose forward it belongs to"
             )
-        task = graph_task()
-        if task not in context.tasks:
-            close = partial(self.close_backward, task)
-            context.tasks[task] = weakref.ref(close)
-            when_backward_ends(close)
-        if context.open:
-            for entry in [entry for entry in context.open if entry[1] > call.end]:
-                self._leave_backward(entry)
-        if not unit.in_backward:
-            if unit.forward_depth == 0:
+        task = context.await_end(self.close_backward)
+        for entry in context.come_to(call, goes_on=self._turns is None):  # else it waits for its turn at each call
+            self._leave_backward(entry)
+        begins = all(entry[0] is not unit for entry in context.open)
+        if begins:
+            if not unit.in_backward and unit.forward_depth == 0:
                 self._begin_use(unit)
             unit.in_backward = True
             context.open.append((unit, call.start, task))
-            if self._turns is not None:
-                self._turns.opened(unit, call.start)
+        if self._turns is not None:
+            self._turns.opened(unit, call.start, begins=begins)
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""
@@ -443,8 +435,16 @@ class Hooks:
             if not unit.in_backward and call is not None and call.has_saved and call.context is self.context:
                 self._reach(call)  # no weight was needed so far, and one will be
         if gradient is not None:
+            self._end_outside(but=unit)
             if self._turns is not None and self._turns.gradient(unit, spec, in_its_place=unit.in_backward):
                 self._listener.end_part(unit.spec)
             self._listener.take_gradient(unit.spec, spec, gradient, self.context.gradient_scale)
             if not unit.in_backward:
-                self._listener.end_backward(unit.spec)
+                self.context.await_end(self.close_backward)
+                self.context.outside = unit
+
+    def _end_outside(self, but: UnitInModel | None = None) -> None:
+        """The unit that got gradients outside of its backward, unless it is this one, gets no more of them now."""
+        if (unit := self.context.outside) is not None and unit is not but:
+            self.context.outside = None
+            self._listener.end_backward(unit.spec)
