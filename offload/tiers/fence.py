@@ -44,9 +44,9 @@ class UpdateFence:
         """The unit's update is not done. Takes no lock."""
         return unit.index in self._pending
 
-    def done(self, unit: UnitSpec) -> None:
-        """The update has reached the unit. Takes no lock unless somebody waits."""
-        self._pending.discard(unit.index)
+    def done(self, *units: UnitSpec) -> None:
+        """The update has reached these units. Takes no lock unless somebody waits."""
+        self._pending.difference_update([unit.index for unit in units])
         if self._waiting:
             with self._monitor:
                 self._monitor.notify_all()

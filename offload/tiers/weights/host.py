@@ -206,6 +206,10 @@ class HostLevel(CacheLevel[HostPlace]):
         self.fence.done(unit)
         self.cache.release(pin)
 
+    def updated(self, units: Sequence[UnitSpec]) -> None:
+        """The weights of these units, which are resident, are the new ones."""
+        self.fence.done(*units)
+
     def _wait_for_write(self, entry: Entry[HostPlace]) -> None:
         """Bytes in flight must not change, and a place of the store must not get two writes at a time: wait for the
         last write before the weights are touched again, also for one to the shadow, which came from another slot."""
