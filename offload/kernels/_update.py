@@ -141,9 +141,7 @@ def update(
     names = coef.states
     addresses, scales = [0, 0, 0], [0, 0, 0]
     for index, name in enumerate(names):
-        addresses[index] = states.pop(name, 0)
-        if moments_dtype is Dtype.INT8:
-            scales[index] = states.pop(f"{name}_scale", 0)
+        addresses[index], scales[index] = states.pop(name, 0), states.pop(f"{name}_scale", 0)
     given = [grad, weight, rest or grad, master or grad, *addresses[: len(names)]]
     are_words = min(given) > 0 and not reduce(or_, given) & 3
     if not (are_words and numel > 0 and Dtype.INT8 not in (grad_dtype, weight_dtype, moments_dtype)):

@@ -33,10 +33,6 @@ class HookContext:
         """Factor that gradients of the engine's own backward, if it is under way, are still to be multiplied by."""
         self._saved: list[tuple[UnitInModel, CallsOfUnit]] = []
 
-    def begin_call(self, unit: UnitInModel) -> None:
-        self.in_forward.append(unit)
-        self.num_calls += 1
-
     @property
     def order(self) -> tuple[int, int]:
         """Grows with what a backward comes to sooner: see [Note: The order of backward]."""

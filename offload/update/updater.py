@@ -85,7 +85,7 @@ class Updater:
     def start(self, step: Sequence[UnitUpdate]) -> None:
         """Begin a step's update. Returns at once; each unit is usable again when its own update is done."""
         self.speculative.step_begins()
-        loans = [self.gradients.gradients_of(update.unit).lend() for update in step]
+        loans = self.gradients.lend([update.unit for update in step])
         self._worker.submit(lambda: self._run_step(step, loans))
 
     def read_ahead(self) -> None:
