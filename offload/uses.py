@@ -35,7 +35,11 @@ class Windows(Protocol):
 
 class HostWindows:
     """Windows on host memory, over the place that a pin gives. Where somebody looks at it beyond the use, the memory is
-    left to the window, and the place goes on without it."""
+    left to the window, and the place goes on without it.
+
+    [Note: Windows that stay open] Memory of a unit that is resident by the plan is no other unit's before the engine's
+    end. Its window stays open over it from the first use on: it shows the weights to who looks there, as in PyTorch,
+    and a use has nothing to exchange. ``shut`` closes it."""
 
     def __init__(self, windows: Sequence[HostWindow], leave: Callable[[Pin[Any]], Callable[[], object]]) -> None:
         """``leave``: see ``WeightCache.leave_memory``."""
@@ -49,10 +53,17 @@ class HostWindows:
 
     def close(self, pin: Pin[Any]) -> None:
         window = self._windows[pin.entry.unit.index]
+        is_resident = pin.entry.state is UnitState.PERMANENT
         if window.gives_way:
             with held_back():
-                window.leave(self._leave(pin), is_copy=pin.entry.state is not UnitState.PERMANENT)
-        window.close()
+                window.leave(self._leave(pin), is_copy=not is_resident)
+        if not is_resident:
+            window.close()
+
+    def shut(self) -> None:
+        """The memory goes, but for what somebody looks at: that stays in the windows that keep it."""
+        for window in self._windows:
+            window.close()
 
 
 class DeviceWindows:

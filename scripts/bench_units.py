@@ -138,7 +138,8 @@ def main() -> None:
     inputs = torch.randn(arguments.batch, arguments.width)
     plain = model_of(arguments.units, arguments.width)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
-    with tempfile.TemporaryDirectory() as folder, engine_of(model_of(arguments.units, arguments.width), folder) as engine:
+    model = model_of(arguments.units, arguments.width)
+    with tempfile.TemporaryDirectory() as folder, engine_of(model, folder) as engine:
         steps = steps_of(engine.module, engine.optimizer, inputs), steps_of(plain, optimizer, inputs)
         for step in steps:
             measure(step, 4)

@@ -313,7 +313,9 @@ class Hooks:
         unit.num_users -= 1
         try:
             if unit.num_users == 0 or self._turns is not None:  # others would use what one has changed
-                self._pass_on_writes(unit)
+                writes = unit.own_writes.end()
+                if writes:
+                    self._pass_on(unit, writes)
         finally:
             if unit.num_users > 0:
                 if self._turns is not None:
@@ -323,10 +325,7 @@ class Hooks:
             else:
                 self._release(unit)
 
-    def _pass_on_writes(self, unit: UnitInModel) -> None:
-        writes = unit.own_writes.end()
-        if not writes:
-            return
+    def _pass_on(self, unit: UnitInModel, writes: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]) -> None:
         found = [(unit.watched[index], value, other) for index, value, other in writes]
         if self._turns is not None:
             self._turns.changed(unit)

@@ -107,7 +107,8 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The tensor alone is one of others, at version 0: most are, and the collector has less to look at."""
-        kept, version, address = _without_history(tensor), tensor._version, address_of(tensor)
+        version, address = tensor._version, address_of(tensor)
+        kept = tensor.detach() if type(tensor) in ORDINARY else _without_history(tensor)
         for unit in self.uses.context.in_forward:
             if unit.begin_address <= address < unit.end_address and unit.call is not None:
                 unit.call.has_saved = True
@@ -183,8 +184,8 @@ def changed_in_place(tensor: torch.Tensor, shape: torch.Size, version: int) -> O
 
 
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor may be an output of the node that saves it, and its history is that node."""
-    return tensor.detach() if type(tensor) in ORDINARY or not tensor.is_leaf else tensor
+    """Of a tensor of another class. It may be an output of the node that saves it, and its history is that node."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def unit_around(tensor: torch.Tensor, context: HookContext) -> UnitInModel | None:

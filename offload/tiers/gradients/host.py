@@ -57,10 +57,9 @@ class HostGradients(UnitGradients):
         self._before_change()
 
     def _bring(self, bring: kernels.Bring, spec: ParameterSpec, gradient: torch.Tensor) -> float:
-        self._before_change()
+        self._changes()
         threads, source_dtype = torch.get_num_threads(), KERNEL_DTYPES[gradient.dtype]
-        address = self._at + spec.offset * self._dtype.itemsize
-        return bring(spec.numel, address, self._kernel_dtype, gradient.data_ptr(), source_dtype, threads)
+        return bring(spec.numel, self._address(spec), self._kernel_dtype, gradient.data_ptr(), source_dtype, threads)
 
     def _tensor(self, spec: ParameterSpec) -> torch.Tensor:
         return tensor_at(self._address(spec), spec.numel, self._dtype).view(spec.shape)

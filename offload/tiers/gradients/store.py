@@ -168,7 +168,12 @@ class GradientStore:
         """The scale is applied by the update, unless gradients with different ones meet."""
         of = self._of[unit.index]
         of.is_open = True
-        self._add(of, spec, gradient, scale)
+        if spec in of.known or of.zeroed:
+            self._add(of, spec, gradient, scale)
+            return
+        self._num_changes += 1
+        of.used.pop(spec, None)
+        of.known[spec] = Gradient(of.gradients.put(spec, plain(gradient)), scale)
 
     def landed(self, unit: UnitSpec, spec: ParameterSpec, scale: float, sum_squares: float) -> None:
         """The gradient, the first one of a step, has been put where ``gradients_of(unit).landing(spec)`` says."""
@@ -188,7 +193,8 @@ class GradientStore:
         """All gradients of this backward are in their places: spilled ones go to the store."""
         of = self._of[unit.index]
         of.is_open = False
-        self._put_zeros(of)
+        if of.zeroed:
+            self._put_zeros(of)
         of.gradients.close()
 
     def complete(self) -> Iterator[UnitSpec]:
