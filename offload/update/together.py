@@ -40,22 +40,18 @@ class Together:
     _units: list[UnitSpec] = field(default_factory=list)
     """Units whose last tile is among them."""
 
-    @property
-    def is_full(self) -> bool:
-        """The next tile is one of another job."""
-        return self.numel >= GRAIN
-
     def is_read(self) -> bool:
         return True
 
-    def add(self, update: UnitUpdate, homes: UnitHomes, tile: TileHomes) -> None:
-        """Take a tile, after the others of its unit, which ``can_take``."""
+    def add(self, update: UnitUpdate, homes: UnitHomes, tile: TileHomes) -> bool:
+        """Take a tile, after the others of its unit, which ``can_take``. True: the next one is one of another job."""
         weights, grads = homes.weights.address, homes.grads_address
         assert weights is not None and grads is not None
         self._parts.append(_Part(update, tile, weights, grads))
         self.numel += tile.tile.stop - tile.tile.start
         if tile is homes.tiles[-1]:
             self._units.append(update.unit)
+        return self.numel >= GRAIN
 
     def apply(self, rule: Rule, formats: Formats, meter: Meter, cpu: kernels.OnHost) -> None:
         """Update them."""

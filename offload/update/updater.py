@@ -125,13 +125,12 @@ class Updater:
 
     def _confirmed(self, step: Sequence[UnitUpdate], loans: Sequence[Loan | None]) -> Iterator[Task | Together]:
         """Tasks of a step, in order: those of neighbours in host memory together, unless a device may take tiles."""
-        together = Together(self.host.updated)
+        together, stays = Together(self.host.updated), not self.device.takes_tiles
         for update, loan in zip(step, loans, strict=True):
             homes = self.homes[update.unit.index]
-            if loan is None and not self.device.takes_tiles and can_take(homes):
+            if loan is None and stays and can_take(homes):
                 for tile in homes.tiles:
-                    together.add(update, homes, tile)
-                    if together.is_full:
+                    if together.add(update, homes, tile):
                         yield together
                         together = Together(self.host.updated)
                 continue
