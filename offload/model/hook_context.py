@@ -37,10 +37,6 @@ class HookContext:
         """Factor that gradients of the engine's own backward, if it is under way, are still to be multiplied by."""
         self._saved: list[tuple[UnitInModel, CallsOfUnit]] = []
 
-    def begin_call(self, unit: UnitInModel) -> None:
-        self.in_forward.append(unit)
-        self.num_calls += 1
-
     def await_end(self, close: Callable[[int], None]) -> int:
         """The graph task that this thread is in, whose end calls ``close`` with it."""
         task = graph_task()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -28,8 +27,10 @@ from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
 from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays
 from offload.torch_internals import (
+    autograd_gradient,
     graph_task,
     in_module_call,
+    itself,
     map_leaves,
     next_sequence_number,
     num_listening_modes,
@@ -181,10 +182,13 @@ class Hooks:
         if self._turns is not None or graph_task() != -1 or in_module_call():
             return False
         self.reset()
-        for unit in self.units:
-            for parameter in unit.parameters:
-                unit.take_gradient(parameter)
-        for handle in self._parameters.values():
+        of_autograd = autograd_gradient.__get__
+        with itself():  # units may rest
+            left = [(unit, item) for unit in self.units for item in unit.parameters if of_autograd(item) is not None]
+            of_handles = [handle for handle in self._parameters.values() if of_autograd(handle) is not None]
+        for unit, parameter in left:
+            unit.take_gradient(parameter)
+        for handle in of_handles:
             if isinstance(handle, Handle):  # and nothing that a user has put in its place
                 handle.take_autograd_gradient()
         return True
@@ -225,7 +229,10 @@ class Hooks:
     def _enter_unseen(self, unit: UnitInModel) -> None:
         """Modes around the call do not see what is done here: one of a checkpoint's policy would expect the same
         operations when the call is recomputed."""
-        with unseen() if num_listening_modes() else nullcontext():
+        if not num_listening_modes():
+            self._enter_forward(unit)
+            return
+        with unseen():
             self._enter_forward(unit)
 
     def _enter_forward(self, unit: UnitInModel) -> None:
@@ -244,7 +251,8 @@ class Hooks:
             self._begin_use(unit)
         self._serial += 1
         unit.call = call = Call(unit, context, get_ident(), self._serial, next_sequence_number())
-        context.begin_call(unit)
+        context.in_forward.append(unit)
+        context.num_calls += 1
         unit.show_parameters()
         unit.begin_address = unit.window.flat.data_ptr()
         unit.end_address = unit.begin_address + unit.nbytes
@@ -301,7 +309,9 @@ class Hooks:
         unit.num_users -= 1
         try:
             if unit.num_users == 0 or self._turns is not None:  # others would use what one has changed
-                self._pass_on_writes(unit)
+                writes = unit.own_writes.end()
+                if writes:
+                    self._pass_on(unit, writes)
         finally:
             if unit.num_users > 0:
                 if self._turns is not None:
@@ -311,9 +321,9 @@ class Hooks:
             else:
                 self._release(unit)
 
-    def _pass_on_writes(self, unit: UnitInModel) -> None:
-        found = [(unit.watched[index], value, other) for index, value, other in unit.own_writes.end()]
-        if found and self._turns is not None:
+    def _pass_on(self, unit: UnitInModel, writes: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]) -> None:
+        found = [(unit.watched[index], value, other) for index, value, other in writes]
+        if self._turns is not None:
             self._turns.changed(unit)
         self._listener.changed_in_use(unit.spec, [(spec, value) for spec, value, other in found if other is None])
         for spec, value, other in found:
