@@ -7,6 +7,11 @@ from collections.abc import Callable
 
 from offload.model.unit_in_model import CallsOfUnit, UnitInModel
 
+TWO_THREADS = (
+    "two threads run the model at once, and the engine brings weights in for one: give each thread its turn (a "
+    "threading.Lock around forward and backward)"
+)
+
 
 class HookContext:
     """One micro-batch's way through the model. Ordinarily there is one context, and all calls are in it.
