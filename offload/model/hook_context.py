@@ -9,6 +9,11 @@ from functools import partial
 from offload.model.unit_in_model import Call, CallsOfUnit, UnitInModel
 from offload.torch_internals import graph_task, when_backward_ends
 
+TWO_THREADS = (
+    "two threads run the model at once, and the engine brings weights in for one: give each thread its turn (a "
+    "threading.Lock around forward and backward)"
+)
+
 
 class HookContext:
     """One micro-batch's way through the model. Ordinarily there is one context, and all calls are in it.

@@ -18,13 +18,15 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.model.aliases import Alias
+from offload.model.habits import TOGETHER
 from offload.model.handle import Handle
-from offload.model.hook_context import HookContext
+from offload.model.hook_context import TWO_THREADS, HookContext
 from offload.model.installed_hooks import HookOfModel, InstalledHooks
 from offload.model.listeners import Interleaving, Listener
 from offload.model.outputs import first_node, own_copy, tensors_in
 from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
+from offload.model.under_way import touch
 from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays
 from offload.torch_internals import (
     autograd_gradient,
@@ -40,8 +42,6 @@ from offload.units import ParameterSpec
 from swapper import OffloadError
 
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
-
-_TOGETHER = "engine.together()"
 
 
 def _take_gradient(
@@ -138,12 +138,12 @@ class Hooks:
     def check_idle(self) -> None:
         """Raise ``OffloadError`` if the model runs, or micro-batches are under way."""
         if self._turns is not None:
-            raise OffloadError(f"{_TOGETHER} within a micro-batch of another one: give it all of them at once")
+            raise OffloadError(f"{TOGETHER} within a micro-batch of another one: give it all of them at once")
         self._enter(forward=True)
         if self.context.open and graph_task() == -1:
             self._close_failed()
         if self.context.in_forward or self.context.open or any(unit.num_holds for unit in self.units):
-            raise OffloadError(f"{_TOGETHER} within a forward or backward of the model: call it in the training loop")
+            raise OffloadError(f"{TOGETHER} within a forward or backward of the model: call it in the training loop")
 
     def begin_turns(self, turns: Interleaving) -> HookContext:
         """``turns`` says from now on which context computes. The one that does now."""
@@ -266,8 +266,8 @@ class Hooks:
             output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
             leaves = tensors_in(output)
         call = self._leave_forward(unit)
-        if self._turns is not None or not call.has_saved:  # else a node that asks for a weight is early enough
-            self._watch(call, leaves)
+        if self._turns is not None or not call.has_saved or call.has_left_parameters:
+            self._watch(call, leaves)  # else a node that asks for a weight is early enough
         return output
 
     def _watch(self, call: Call, leaves: Sequence[torch.Tensor]) -> None:
@@ -282,11 +282,10 @@ class Hooks:
         """A thread begins to use a unit. Raises ``OffloadError`` while another one uses some."""
         thread, context = get_ident(), self.context
         if thread != context.thread:
+            if forward and self._turns is None and torch.is_grad_enabled():
+                touch("trains another engine's model")
             if context.in_forward or self._turns is not None or (context.open and self._one_thread):
-                raise OffloadError(
-                    "two threads run the model at once, and the engine brings weights in for one: give each thread its "
-                    "turn (a threading.Lock around forward and backward)"
-                )
+                raise OffloadError(TWO_THREADS)
             if forward or self._one_thread:
                 context.thread = thread
 
@@ -403,7 +402,7 @@ class Hooks:
         self._enter(forward=False)
         if call.context is not context:
             raise OffloadError(
-                f"{_TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
+                f"{TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
                 "Call the backward within the function whose forward it belongs to"
             )
         task = context.await_end(self.close_backward)
