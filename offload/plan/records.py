@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ class Records:
         routing: Routing,
     ) -> None:
         """``tiles_of`` is None where nothing is trained; the last three as in ``make_plan``."""
-        self.units, self.formats, self._routing = units, formats, routing
+        self.units, self.formats, self._routing, self._num_backwards = units, formats, routing, num_backwards
         self.num_comfortable_slots = num_nested(units) + (3 if formats.grads else 2)
         """Slots with which compute, the update and the next units have one each."""
         self._tiles = [tiles_of(unit, tile_bytes) if tiles_of is not None else () for unit in units]
@@ -149,7 +150,8 @@ class Records:
             UnitPlan(unit, weights, grads, tuple(zip(tiles, (tiers[n] for n in self.states_of(i)), strict=True)))
             for i, ((unit, weights, grads), tiles) in enumerate(zip(of_units, self._tiles, strict=True))
         )
-        return Plan(units, self.formats, staging, host_budget_bytes, compute_bytes, routing=self._routing)
+        plan = Plan(units, self.formats, staging, host_budget_bytes, compute_bytes)
+        return replace(plan, routing=self._routing, passes=self._num_backwards)
 
 
 def _integers(values: Iterable[int]) -> Integers:
