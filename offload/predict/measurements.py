@@ -54,7 +54,7 @@ class Measurements(Unkept):
 
     def of(self, what: str, measure: Callable[[], Any]) -> Any:
         key = f"{self._machine}: {what}"
-        found = self._kept.get(key)
+        found: Any = self._kept.get(key)
         try:
             taken = datetime.fromisoformat(found["taken"])
             if timedelta(0) <= datetime.now() - taken < timedelta(days=_DAYS):
