@@ -21,6 +21,7 @@ from offload.interrupts import held_back
 from offload.model.activation_choice import FixedActivations
 from offload.model.backing import ParameterBacking, PiecewiseBacking
 from offload.model.hooks import Hooks
+from offload.model.under_way import touch
 from offload.optim.rule import Group
 from offload.passes import TrainingPasses
 from offload.progress import Progress
@@ -184,6 +185,7 @@ class Step:
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale all gradients so that their norm is at most ``max_norm``; the norm before."""
+        touch("looks at gradients")
         with self.failure:
             self.sink.settle()
         norm = self.verdict.norm()
@@ -263,7 +265,7 @@ class Step:
         self.level.outdate(verdict.stepping_units)
         on_host = self.resident.update(step)
         self.host.begin_updates([update.unit for update in on_host])
-        remaining = speculative.confirm(on_host)
+        remaining = sorted(speculative.confirm(on_host), key=lambda update: self.host.first_use(update.unit))
         stepping = frozenset(verdict.stepping)
         for unit in verdict.stepping_units:
             self.sink.use_up(unit, stepping)

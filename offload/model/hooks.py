@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -19,31 +18,28 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.model.aliases import Alias
+from offload.model.habits import TOGETHER
 from offload.model.handle import Handle
-from offload.model.hook_context import HookContext
+from offload.model.hook_context import TWO_THREADS, HookContext
 from offload.model.installed_hooks import HookOfModel, InstalledHooks
 from offload.model.listeners import Interleaving, Listener
 from offload.model.outputs import first_node, own_copy, tensors_in
 from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
-from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays
+from offload.model.under_way import touch
+from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays, drop_autograd_gradients
 from offload.torch_internals import (
-    autograd_gradient,
     graph_task,
     in_module_call,
-    itself,
     map_leaves,
     next_sequence_number,
     num_listening_modes,
     unseen,
-    when_backward_ends,
 )
 from offload.units import ParameterSpec
 from swapper import OffloadError
 
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
-
-_TOGETHER = "engine.together()"
 
 
 def _take_gradient(
@@ -84,7 +80,7 @@ class Hooks:
         """The one that computes."""
         self._turns: Interleaving | None = None
         self._kept: list[UnitInModel] = []
-        """Units that the last context has left, and that another one will use next."""
+        """Units that the last context has left, and that another one will use next, or in a backward itself."""
         self.standing = Standing(parameters)
         self._in_use: dict[UnitInModel, None] = {}
         """Units from before a use of them begins until after it has ended: those that an interrupt may leave."""
@@ -96,10 +92,9 @@ class Hooks:
 
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
-        context = self.context
-        context.tasks = {} if task is None else {key: end for key, end in context.tasks.items() if key != task}
-        for entry in [entry for entry in context.open if task is None or entry[2] == task]:
+        for entry in self.context.end(task):
             self._leave_backward(entry)
+        self._end_outside()
 
     def reset(self) -> None:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
@@ -141,12 +136,12 @@ class Hooks:
     def check_idle(self) -> None:
         """Raise ``OffloadError`` if the model runs, or micro-batches are under way."""
         if self._turns is not None:
-            raise OffloadError(f"{_TOGETHER} within a micro-batch of another one: give it all of them at once")
+            raise OffloadError(f"{TOGETHER} within a micro-batch of another one: give it all of them at once")
         self._enter(forward=True)
         if self.context.open and graph_task() == -1:
             self._close_failed()
         if self.context.in_forward or self.context.open or any(unit.num_holds for unit in self.units):
-            raise OffloadError(f"{_TOGETHER} within a forward or backward of the model: call it in the training loop")
+            raise OffloadError(f"{TOGETHER} within a forward or backward of the model: call it in the training loop")
 
     def begin_turns(self, turns: Interleaving) -> HookContext:
         """``turns`` says from now on which context computes. The one that does now."""
@@ -185,15 +180,7 @@ class Hooks:
         if self._turns is not None or graph_task() != -1 or in_module_call():
             return False
         self.reset()
-        of_autograd = autograd_gradient.__get__
-        with itself():  # units may rest
-            left = [(unit, item) for unit in self.units for item in unit.parameters if of_autograd(item) is not None]
-            of_handles = [handle for handle in self._parameters.values() if of_autograd(handle) is not None]
-        for unit, parameter in left:
-            unit.take_gradient(parameter)
-        for handle in of_handles:
-            if isinstance(handle, Handle):  # and nothing that a user has put in its place
-                handle.take_autograd_gradient()
+        drop_autograd_gradients(self.units, self._parameters.values())
         return True
 
     def remove(self) -> None:
@@ -269,8 +256,8 @@ class Hooks:
             output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
             leaves = tensors_in(output)
         call = self._leave_forward(unit)
-        if self._turns is not None or not call.has_saved:  # else a node that asks for a weight is early enough
-            self._watch(call, leaves)
+        if self._turns is not None or not call.has_saved or call.has_left_parameters:
+            self._watch(call, leaves)  # else a node that asks for a weight is early enough
         return output
 
     def _watch(self, call: Call, leaves: Sequence[torch.Tensor]) -> None:
@@ -285,11 +272,10 @@ class Hooks:
         """A thread begins to use a unit. Raises ``OffloadError`` while another one uses some."""
         thread, context = get_ident(), self.context
         if thread != context.thread:
+            if forward and self._turns is None and torch.is_grad_enabled():
+                touch("trains another engine's model")
             if context.in_forward or self._turns is not None or (context.open and self._one_thread):
-                raise OffloadError(
-                    "two threads run the model at once, and the engine brings weights in for one: give each thread its "
-                    "turn (a threading.Lock around forward and backward)"
-                )
+                raise OffloadError(TWO_THREADS)
             if forward or self._one_thread:
                 context.thread = thread
 
@@ -320,7 +306,7 @@ class Hooks:
             if unit.num_users > 0:
                 if self._turns is not None:
                     unit.own_writes.begin(is_copy=unit.is_copy)
-            elif self._turns is not None and self._turns.is_awaited(unit):
+            elif self._turns is not None and (graph_task() != -1 or self._turns.is_awaited(unit)):
                 self._kept.append(unit)
             else:
                 self._release(unit)
@@ -407,24 +393,19 @@ class Hooks:
         self._enter(forward=False)
         if call.context is not context:
             raise OffloadError(
-                f"{_TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
+                f"{TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
                 "Call the backward within the function whose forward it belongs to"
             )
-        task = graph_task()
-        if task not in context.tasks:
-            close = partial(self.close_backward, task)
-            context.tasks[task] = weakref.ref(close)
-            when_backward_ends(close)
-        for entry in tuple(context.open):
-            if entry[1] > call.end:
-                self._leave_backward(entry)
-        if not unit.in_backward:
-            if unit.forward_depth == 0:
+        task = context.await_end(self.close_backward)
+        for entry in context.come_to(call, goes_on=self._turns is None):  # else it waits for its turn at each call
+            self._leave_backward(entry)
+        if all(entry[0] is not unit for entry in context.open):
+            if not unit.in_backward and unit.forward_depth == 0:
                 self._begin_use(unit)
             unit.in_backward = True
             context.open.append((unit, call.start, task))
-            if self._turns is not None:
-                self._turns.opened(unit, call.start)
+        if self._turns is not None:
+            self._turns.opened(unit, call.start)
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""
@@ -453,8 +434,17 @@ class Hooks:
             if not unit.in_backward and call is not None and call.has_saved and call.context is self.context:
                 self._reach(call)  # no weight was needed so far, and one will be
         if gradient is not None:
+            if self.context.outside is not None:
+                self._end_outside(but=unit)
             if self._turns is not None and self._turns.gradient(unit, spec, in_its_place=unit.in_backward):
                 self._listener.end_part(unit.spec)
             self._listener.take_gradient(unit.spec, spec, gradient, self.context.gradient_scale)
             if not unit.in_backward:
-                self._listener.end_backward(unit.spec)
+                self.context.await_end(self.close_backward)
+                self.context.outside = unit
+
+    def _end_outside(self, but: UnitInModel | None = None) -> None:
+        """The unit that got gradients outside of its backward, unless it is this one, gets no more of them now."""
+        if (unit := self.context.outside) is not None and unit is not but:
+            self.context.outside = None
+            self._listener.end_backward(unit.spec)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from offload.model.own_writes import OwnWrites
 from offload.model.resting import resting_class
 from offload.model.strays import Strays
 from offload.tiers.window import Window
-from offload.torch_internals import SavedTensorsHooks, itself
+from offload.torch_internals import SavedTensorsHooks, autograd_gradient, itself, num_holders, requires_grad
 from offload.units import ParameterSpec, UnitSpec, local_tensor
 from swapper import OffloadError
 
@@ -26,7 +27,7 @@ ORDINARY = (torch.Tensor, nn.Parameter)
 class Call:
     """An outermost call of a unit's modules, by a thread, in a ``HookContext``."""
 
-    __slots__ = ("context", "end", "has_saved", "hooks", "sequence", "start", "thread", "unit")
+    __slots__ = ("context", "end", "has_saved", "hooks", "num_references", "sequence", "start", "thread", "unit")
 
     def __init__(self, unit: UnitInModel, context: object, thread: int, start: int, sequence: int) -> None:
         self.unit = unit
@@ -42,10 +43,35 @@ class Call:
         """The hooks of saved tensors that were put in force with its beginning, and those below them."""
         self.has_saved = False
         """Autograd has saved a weight in it, and asks for that in a backward."""
+        self.num_references = _num_references(unit)
+        """To the unit's parameters, from before it."""
+
+    @property
+    def has_left_parameters(self) -> bool:
+        """It is over, and somebody has kept a parameter: hooks of saved tensors of the unit's own, it may be, which are
+        asked for it in a backward as ours are not."""
+        return _num_references(self.unit) > self.num_references
 
     def runs_in(self, context: object) -> bool:
         """It is the one under way in this context: a backward within it finds the weights in use."""
         return self is self.unit.call and self.end == sys.maxsize and self.context is context
+
+
+def _num_references(unit: UnitInModel) -> int:
+    """Those of Python's: where a graph has a tensor its object may have one more."""
+    with itself():  # the unit may rest
+        num_in_graphs = len(unit.parameters) - list(map(num_holders, unit.parameters)).count(1)
+    return sum(map(sys.getrefcount, unit.parameters)) - (num_in_graphs if _graphs_count() else 0)
+
+
+@cache
+def _graphs_count() -> bool:
+    """A graph's reference to a tensor is one of Python's, too."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones(1, requires_grad=True)
+        alone = sys.getrefcount(leaf)
+        graph = leaf * 2
+    return graph.requires_grad and sys.getrefcount(leaf) > alone
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -74,8 +100,8 @@ class SavesTensors(Protocol):
     def are_in_force(self) -> bool:
         """They see what autograd saves in this thread now."""
 
-    def above(self) -> AbstractContextManager[None]:
-        """Within, the hooks on top are below others of the engine's."""
+    def above(self, name: str) -> AbstractContextManager[None]:
+        """Within, the hooks on top, around the unit of this name, are below others of the engine's."""
 
     def begin(self, call: Call) -> None:
         """The call's forward begins in this thread."""
@@ -224,14 +250,20 @@ class UnitInModel:
             return
         for recurrent in self._recurrent:
             let_go(recurrent)
+        toggled = []
         for module, name, handle, parameter in self.sites:
             if module._parameters.get(name) is parameter:
                 module._parameters[name] = handle
+                if parameter.requires_grad is not requires_grad.__get__(handle):
+                    toggled.append((handle, parameter))
         shown, self._shown = self._shown, []
         for owner, parameter, gradient in shown:
             now, parameter.grad = parameter.grad, None
             if now is not gradient:
                 owner.grad = now
+        for handle, parameter in toggled:  # a forward has frozen or thawed its own
+            is_trained, parameter.requires_grad = parameter.requires_grad, handle.requires_grad
+            handle.requires_grad = is_trained  # of both, or it is refused
 
     def take_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Take what autograd has left there. None if a backward within the forward has added to the gradient that the
@@ -251,6 +283,19 @@ class UnitInModel:
             if gradient is not None:
                 parameter.grad = gradient
                 self._shown.append((handle, parameter, gradient))
+
+
+def drop_autograd_gradients(units: Iterable[UnitInModel], handles: Iterable[nn.Parameter]) -> None:
+    """Drop what autograd has left at parameters of units, which may rest, and at handles."""
+    of_autograd = autograd_gradient.__get__
+    with itself():
+        left = [(unit, item) for unit in units for item in unit.parameters if of_autograd(item) is not None]
+        of_handles = [handle for handle in handles if of_autograd(handle) is not None]
+    for unit, parameter in left:
+        unit.take_gradient(parameter)
+    for handle in of_handles:
+        if isinstance(handle, Handle):  # and nothing that a user has put in its place
+            handle.take_autograd_gradient()
 
 
 class UnitsWithStrays:

@@ -1,10 +1,11 @@
-"""The update thread: carries out each step's updates, unit by unit in forward order, and speculative updates before the
-step.
+"""The update thread: carries out each step's updates, unit by unit in the order of their use, and speculative updates
+before the step.
 
-[Note: Order of the update] Forward order, so that the next forward waits for each unit's own update and no longer than
-that. Everything a step depends on (clip factor, learning rates, step numbers) is frozen before the first tile is
-touched, so running under the next forward changes nothing in the result. Tiles are read in that order, ahead of the
-kernel, by ``Pipeline._read_ahead``; while a verdict is waited for, ``read_ahead`` has their states read.
+[Note: Order of the update] The order in which the next forward is expected to use the units, so that it waits for each
+unit's own update and no longer than that. Everything a step depends on (clip factor, learning rates, step numbers) is
+frozen before the first tile is touched, so running under the next forward changes nothing in the result. Tiles are read
+in that order, ahead of the kernel, by ``Pipeline._read_ahead``; while a verdict is waited for, ``read_ahead`` has their
+states read.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ class Updater:
     def read_ahead(self) -> None:
         """Start reading what the update of the coming step begins with, although it is not certain yet: units without a
         speculative update."""
-        still_to_do = (homes for index, homes in enumerate(self.homes) if index not in self.speculative.of_unit)
-        stored = (tile.states.stored for homes in still_to_do for tile in homes.tiles)
+        still_to_do = [unit for unit in self.speculative.units if unit.index not in self.speculative.of_unit]
+        in_order = sorted(still_to_do, key=self.host.first_use)
+        stored = (tile.states.stored for unit in in_order for tile in self.homes[unit.index].tiles)
         read = self.pipeline.ahead.reader([home for home in stored if home is not None])
         self._worker.submit(partial(self._guarded, read))
 

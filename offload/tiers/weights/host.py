@@ -171,6 +171,10 @@ class HostLevel(CacheLevel[HostPlace]):
             self.cache.end_step()
             self.fence.begin(units)
 
+    def first_use(self, unit: UnitSpec) -> float:
+        """See ``UseOrder.first_use``: what is used first is updated first."""
+        return self.cache.first_use(unit)
+
     def forget_copies(self) -> None:
         """Forget copies, since what the store holds has changed: nothing that lies in a slot is good any more. No
         update is under way."""
