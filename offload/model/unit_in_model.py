@@ -58,10 +58,12 @@ class Call:
 
 
 def _num_references(unit: UnitInModel) -> int:
-    """Those of Python's: where a graph has a tensor its object may have one more."""
-    with itself():  # the unit may rest
-        num_in_graphs = len(unit.parameters) - list(map(num_holders, unit.parameters)).count(1)
-    return sum(map(sys.getrefcount, unit.parameters)) - (num_in_graphs if _graphs_count() else 0)
+    """Those of others in Python: where a graph has a tensor its object may have one more."""
+    num_ours = len(unit._classes)
+    if _graphs_count():
+        with itself():  # the unit may rest
+            num_ours += len(unit.parameters) - list(map(num_holders, unit.parameters)).count(1)
+    return sum(map(sys.getrefcount, unit.parameters)) - num_ours
 
 
 @cache
@@ -251,11 +253,12 @@ class UnitInModel:
         for recurrent in self._recurrent:
             let_go(recurrent)
         toggled = []
-        for module, name, handle, parameter in self.sites:
-            if module._parameters.get(name) is parameter:
-                module._parameters[name] = handle
-                if parameter.requires_grad is not requires_grad.__get__(handle):
-                    toggled.append((handle, parameter))
+        with itself():
+            for module, name, handle, parameter in self.sites:
+                if module._parameters.get(name) is parameter:
+                    module._parameters[name] = handle
+                    if parameter.requires_grad is not requires_grad.__get__(handle):
+                        toggled.append((handle, parameter))
         shown, self._shown = self._shown, []
         for owner, parameter, gradient in shown:
             now, parameter.grad = parameter.grad, None
