@@ -226,6 +226,9 @@ num_owners: Callable[[int], int] = found(torch._C, "_storage_Use_Count")
 """The number of owners of a storage, by its ``_cdata``: tensors over it, in Python or in C++, and arrays of these."""
 
 
+num_holders: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 1)
+"""The number of owners of a tensor in C++: its object is one of them."""
+
 StorageReference: Any = found(reductions, "StorageWeakRef")
 """Weak reference to a storage: ``expired()`` says whether it is gone. Its ``_cdata`` is nobody else's until then."""
 

@@ -57,7 +57,7 @@ class HostWindows:
         if window.gives_way:
             with held_back():
                 window.leave(self._leave(pin), is_copy=not is_resident)
-        if not is_resident:
+        if not (is_resident and window.may_stay_open):
             window.close()
 
     def shut(self) -> None:

@@ -54,10 +54,13 @@ class HookContext:
     def come_to(self, call: Call, *, goes_on: bool) -> list[tuple[UnitInModel, int, int]]:
         """A backward has come to the call: those that began later are over. What they have left open; if it ``goes_on``
         with this call, without the unit of it."""
-        later = [entry for entry in self.open if entry[1] > call.end]
-        if goes_on:
-            self.open = [entry for entry in self.open if entry not in later or entry[0] is not call.unit]
-        return [entry for entry in later if entry in self.open]
+        left = []
+        for entry in tuple(self.open):
+            if entry[1] > call.end and goes_on and entry[0] is call.unit:
+                self.open.remove(entry)
+            elif entry[1] > call.end:
+                left.append(entry)
+        return left
 
     def end(self, task: int | None) -> list[tuple[UnitInModel, int, int]]:
         """The task is over, or all are if it is None: what it has left open."""

@@ -27,12 +27,10 @@ from offload.model.outputs import first_node, own_copy, tensors_in
 from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
 from offload.model.under_way import touch
-from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays
+from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays, drop_autograd_gradients
 from offload.torch_internals import (
-    autograd_gradient,
     graph_task,
     in_module_call,
-    itself,
     map_leaves,
     next_sequence_number,
     num_listening_modes,
@@ -182,15 +180,7 @@ class Hooks:
         if self._turns is not None or graph_task() != -1 or in_module_call():
             return False
         self.reset()
-        of_autograd = autograd_gradient.__get__
-        with itself():  # units may rest
-            left = [(unit, item) for unit in self.units for item in unit.parameters if of_autograd(item) is not None]
-            of_handles = [handle for handle in self._parameters.values() if of_autograd(handle) is not None]
-        for unit, parameter in left:
-            unit.take_gradient(parameter)
-        for handle in of_handles:
-            if isinstance(handle, Handle):  # and nothing that a user has put in its place
-                handle.take_autograd_gradient()
+        drop_autograd_gradients(self.units, self._parameters.values())
         return True
 
     def remove(self) -> None:
@@ -296,7 +286,8 @@ class Hooks:
         if unit in self._kept:
             self._kept.remove(unit)
         elif unit.num_users == 0:
-            self._with_strays.drop()
+            if self._with_strays.units:
+                self._with_strays.drop()
             unit.strays.begin_use()
             unit.wake()
             unit.is_copy = self._listener.begin_use(unit.spec)
@@ -443,7 +434,8 @@ class Hooks:
             if not unit.in_backward and call is not None and call.has_saved and call.context is self.context:
                 self._reach(call)  # no weight was needed so far, and one will be
         if gradient is not None:
-            self._end_outside(but=unit)
+            if self.context.outside is not None:
+                self._end_outside(but=unit)
             if self._turns is not None and self._turns.gradient(unit, spec, in_its_place=unit.in_backward):
                 self._listener.end_part(unit.spec)
             self._listener.take_gradient(unit.spec, spec, gradient, self.context.gradient_scale)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from offload.model.own_writes import OwnWrites
 from offload.model.resting import resting_class
 from offload.model.strays import Strays
 from offload.tiers.window import Window
-from offload.torch_internals import SavedTensorsHooks, itself, requires_grad
+from offload.torch_internals import SavedTensorsHooks, autograd_gradient, itself, num_holders, requires_grad
 from offload.units import ParameterSpec, UnitSpec, local_tensor
 from swapper import OffloadError
 
@@ -57,7 +58,22 @@ class Call:
 
 
 def _num_references(unit: UnitInModel) -> int:
-    return sum(map(sys.getrefcount, unit.parameters))
+    """Those of others in Python: where a graph has a tensor its object may have one more."""
+    num_ours = len(unit._classes)
+    if _graphs_count():
+        with itself():  # the unit may rest
+            num_ours += len(unit.parameters) - list(map(num_holders, unit.parameters)).count(1)
+    return sum(map(sys.getrefcount, unit.parameters)) - num_ours
+
+
+@cache
+def _graphs_count() -> bool:
+    """A graph's reference to a tensor is one of Python's, too."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones(1, requires_grad=True)
+        alone = sys.getrefcount(leaf)
+        graph = leaf * 2
+    return graph.requires_grad and sys.getrefcount(leaf) > alone
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -237,11 +253,12 @@ class UnitInModel:
         for recurrent in self._recurrent:
             let_go(recurrent)
         toggled = []
-        for module, name, handle, parameter in self.sites:
-            if module._parameters.get(name) is parameter:
-                module._parameters[name] = handle
-                if parameter.requires_grad is not requires_grad.__get__(handle):
-                    toggled.append((handle, parameter))
+        with itself():
+            for module, name, handle, parameter in self.sites:
+                if module._parameters.get(name) is parameter:
+                    module._parameters[name] = handle
+                    if parameter.requires_grad is not requires_grad.__get__(handle):
+                        toggled.append((handle, parameter))
         shown, self._shown = self._shown, []
         for owner, parameter, gradient in shown:
             now, parameter.grad = parameter.grad, None
@@ -269,6 +286,19 @@ class UnitInModel:
             if gradient is not None:
                 parameter.grad = gradient
                 self._shown.append((handle, parameter, gradient))
+
+
+def drop_autograd_gradients(units: Iterable[UnitInModel], handles: Iterable[nn.Parameter]) -> None:
+    """Drop what autograd has left at parameters of units, which may rest, and at handles."""
+    of_autograd = autograd_gradient.__get__
+    with itself():
+        left = [(unit, item) for unit in units for item in unit.parameters if of_autograd(item) is not None]
+        of_handles = [handle for handle in handles if of_autograd(handle) is not None]
+    for unit, parameter in left:
+        unit.take_gradient(parameter)
+    for handle in of_handles:
+        if isinstance(handle, Handle):  # and nothing that a user has put in its place
+            handle.take_autograd_gradient()
 
 
 class UnitsWithStrays:

@@ -53,9 +53,13 @@ class Window(Protocol):
 class HostWindow(Window, Protocol):
     """Can be opened on host memory, where it is.
 
+    ``may_stay_open``: memory that nothing else comes to may stay under it beyond the use.
     ``gives_way``: what is kept would be another unit's memory. ``leave`` tells the open window that it is not, until
     the window makes this call, and whether the weights are in other memory from now on.
     """
+
+    @property
+    def may_stay_open(self) -> bool: ...
 
     @property
     def gives_way(self) -> bool: ...
@@ -104,6 +108,10 @@ class SwapWindow(_Holds):
 
     def drop_copy(self) -> None:
         self.close()
+
+    @property
+    def may_stay_open(self) -> bool:
+        return self._keeps or self._left is None  # else nobody looks any more at what was left
 
     @property
     def gives_way(self) -> bool:
@@ -161,7 +169,7 @@ class SwapWindow(_Holds):
 class CopyWindow(_Holds):
     """Frees the storage by resizing and fills it again by copying: for a torch that cannot exchange pointers."""
 
-    gives_way = False
+    gives_way = may_stay_open = False
     """Its memory is its own."""
 
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:

@@ -65,11 +65,11 @@ def apply(
     native: kernels.Native = kernels.on_host,
 ) -> None:
     """Run the optimizer over the parts of the tile that take a step, in the memory that ``native`` works on."""
-    for part in update.parts(tile):
-        into = part.start - tile.start
-        of_part = at._replace(
-            weights=at.weights + into * formats.weights,
-            weights_before=at.weights_before + into * formats.weights,
-            grads=at.grads + into * formats.grads,
-        )
-        rule.apply(part.frozen, tile, part.start, part.stop, of_part, native)
+    for first, last, frozen in update.segments:
+        start, stop = max(first, tile.start), min(last, tile.stop)
+        if start < stop:
+            into = start - tile.start
+            of_weights, of_grads = into * formats.weights, into * formats.grads
+            before = at.weights_before + of_weights
+            part = TileBytes(at.states, at.weights + of_weights, at.grads + of_grads, at.states_before, before)
+            rule.apply(frozen, tile, start, stop, part, native)

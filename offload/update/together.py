@@ -16,7 +16,7 @@ from offload.optim.rule import Rule, TileBytes
 from offload.report.meter import Meter
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.units import UnitSpec
-from offload.update.step import UnitUpdate
+from offload.update.step import UnitUpdate, apply
 
 
 class _Part(NamedTuple):
@@ -60,12 +60,9 @@ class Together:
             for update, homes, weights, grads in self._parts:
                 tile, states = homes.tile, homes.states.address
                 assert states is not None
-                for first, last, frozen in update.segments:
-                    begin, end = max(first, tile.start), min(last, tile.stop)
-                    if begin < end:
-                        at = weights + begin * formats.weights
-                        of_part = TileBytes(states, at, grads + begin * formats.grads, states, at)
-                        rule.apply(frozen, tile, begin, end, of_part, native)
+                at = weights + tile.start * formats.weights
+                of_tile = TileBytes(states, at, grads + tile.start * formats.grads, states, at)
+                apply(rule, formats, update, tile, of_tile, native)
                 start = meter.end_update(update.unit.name, start)
         self.done(self._units)
 

@@ -18,7 +18,7 @@ from offload.optim.rule import TileBytes
 from offload.report.meter import Meter
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.weights.pin import UnitState
-from offload.tiers.window import POISON, SwapWindow
+from offload.tiers.window import POISON, CopyWindow, SwapWindow
 from offload.torch_internals import can_swap_memory
 from offload.units import Tile, UnitSpec
 from offload.update.step import Segment, UnitUpdate
@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import bench_units
 
-MOST_CALLS = 180
+MOST_CALLS = 188
 """Of Python functions, for one unit and step beyond plain PyTorch; there were 323 before each was looked at."""
 
 swaps = pytest.mark.skipif(not can_swap_memory(), reason="windows are copies there")
@@ -127,3 +127,36 @@ def test_the_windows_of_an_engine_close_with_it(tmp_path: Path):
     assert not any(flat.isnan().all() for flat in flats)
     engine.close()
     assert all(flat.isnan().all() for flat in flats)
+
+
+@swaps
+def test_what_was_left_of_a_resident_unit_is_given_back_once_nobody_looks_at_it():
+    window = SwapWindow(16, torch.float32, aio_ext.Pattern(4096, POISON))
+    memory, given_back = aio_ext.Memory(4096), []
+    tensor_at(memory.address, 16, torch.float32).fill_(1)
+    windows = HostWindows([window], lambda pin: lambda: given_back.append(pin))
+    place = SimpleNamespace(address=memory.address)
+    entry = SimpleNamespace(unit=SimpleNamespace(index=0), place=place, state=UnitState.PERMANENT)
+    pin: Any = SimpleNamespace(entry=entry)
+    windows.open(pin)
+    window.keep(True)
+    windows.close(pin)
+    windows.open(pin)
+    assert (window.flat == 1).all() and not given_back
+    window.keep(False)
+    windows.close(pin)
+    assert given_back == [pin]
+    windows.open(pin)
+    assert (window.flat == 1).all()
+
+
+def test_a_window_that_copies_does_not_stay_open():
+    window = CopyWindow(16, torch.float32, aio_ext.Pattern(4096, POISON))
+    memory = aio_ext.Memory(4096)
+    windows = HostWindows([window], lambda pin: pytest.fail("nobody has kept anything"))
+    place = SimpleNamespace(address=memory.address)
+    entry = SimpleNamespace(unit=SimpleNamespace(index=0), place=place, state=UnitState.PERMANENT)
+    pin: Any = SimpleNamespace(entry=entry)
+    windows.open(pin)
+    windows.close(pin)
+    assert not window.has_copy()
