@@ -225,6 +225,19 @@ num_owners: Callable[[int], int] = found(torch._C, "_storage_Use_Count")
 """The number of owners of a storage, by its ``_cdata``: tensors over it, in Python or in C++, and arrays of these."""
 
 
+@cache
+def _of_torch() -> int:
+    """Torch's own references in Python to a tensor that C++ has, too: none before 2.10, 1 since."""
+    tensor = torch.zeros(1, device="cpu", requires_grad=True)
+    before, graph = sys.getrefcount(tensor), tensor * 2
+    return (sys.getrefcount(tensor) - before) * graph.requires_grad
+
+
+def num_references(tensor: torch.Tensor) -> int:
+    """References to it in Python, whatever graphs have of it."""
+    return sys.getrefcount(tensor) - (_of_torch() if tensor._use_count() > 1 else 0)  # type: ignore[attr-defined]
+
+
 StorageReference: Any = found(reductions, "StorageWeakRef")
 """Weak reference to a storage: ``expired()`` says whether it is gone. Its ``_cdata`` is nobody else's until then."""
 
@@ -406,10 +419,8 @@ class _Probe(torch.Tensor):
 
 def _try_wrapper() -> bool:
     probe = nn.Parameter(wrapper(_Probe, torch.empty(2, device="meta"), torch.device("cpu")))
-    result = probe * 3
-    result.sum().backward()  # type: ignore[no-untyped-call]
-    gradient = autograd_gradient.__get__(probe)
-    return result.tolist() == [3.0, 3.0] and gradient is not None and gradient.tolist() == [3.0, 3.0]
+    (result := probe * 3).sum().backward()  # type: ignore[no-untyped-call]
+    return bool(result.tolist() == [3.0, 3.0] == autograd_gradient.__get__(probe).tolist())
 
 
 _TRIALS: dict[str, Callable[[], bool]] = {

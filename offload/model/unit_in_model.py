@@ -16,7 +16,7 @@ from offload.model.own_writes import OwnWrites
 from offload.model.resting import resting_class
 from offload.model.strays import Strays
 from offload.tiers.window import Window
-from offload.torch_internals import SavedTensorsHooks, itself, requires_grad
+from offload.torch_internals import SavedTensorsHooks, itself, num_references, requires_grad
 from offload.units import ParameterSpec, UnitSpec, local_tensor
 from swapper import OffloadError
 
@@ -57,7 +57,7 @@ class Call:
 
 
 def _num_references(unit: UnitInModel) -> int:
-    return sum(map(sys.getrefcount, unit.parameters))
+    return sum(map(num_references, unit.parameters))
 
 
 def address_of(tensor: torch.Tensor) -> int:
