@@ -1,6 +1,6 @@
 """Loops and models around activations that go over the tiers, are recomputed, or chosen: what blocks take and give,
-what torch's own switches do, what is copied. Each program trains in all modes. The optimizer is torch's own arithmetic, so
-that bits are compared."""
+what torch's own switches do, what is copied. Each program trains in all modes. The optimizer is torch's own arithmetic,
+so that bits are compared."""
 
 from __future__ import annotations
 
@@ -479,14 +479,19 @@ def cast(engine):
     return found
 
 
-@case("per-sample gradients of inputs by `torch.func.vmap(grad)` of the model, with parameters that need none")
-def mapped_over_the_model(engine):
+@family.works_or_refused(
+    "per-sample gradients of inputs by `torch.func.vmap(grad)` of the whole model", "create_graph", rtol=0.0, atol=0.0
+)
+def activations_mapped_over_the_model(place):
     from torch.func import grad, vmap
 
-    engine.module.requires_grad_(False)
-    found = vmap(grad(lambda row: engine.module(row[None]).square().sum()))(batch(0)[:6])
-    engine.module.requires_grad_(True)
-    return found, update(engine, engine(batch(1)).square().mean())
+    def body(engine):
+        engine.module.requires_grad_(False)
+        found = vmap(grad(lambda row: engine.module(row[None]).square().sum()))(batch(0)[:6])
+        engine.module.requires_grad_(True)
+        return found, update(engine, engine(batch(1)).square().mean())
+
+    return in_modes(place, body)
 
 
 # Copies, methods, hooks.
@@ -566,12 +571,11 @@ def five_alive(engine):
 def half_used(engine):
     found = []
     for index in range(3):
-        kept = []
-        handle = engine.module.blocks[1].register_forward_hook(lambda m, a, out: kept.append(out))  # noqa: B023
-        out = engine(batch(index))
-        handle.remove()
-        found.append(torch.autograd.grad(out.sum(), kept[0]))
-        del out, kept
+        x = out = engine.module.blocks[0](engine.module.first(batch(index)))
+        for each in engine.module.blocks[1:]:
+            out = each(out)
+        found.append(torch.autograd.grad(engine.module.last(out).sum(), x))
+        del out, x
         found.append(update(engine, engine(batch(index)).square().mean()))
     return found
 
