@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,8 +65,11 @@ class Session:
         return self.parts.growth.plan
 
     def plan_so_far(self) -> Plan:
-        """The plan for steps whose tokens are sent to as many experts as of late."""
-        return self.plan.with_use(*self.parts.tiers.host.cache.experts.recent)
+        """The plan for steps whose tokens are sent to as many experts as of late, and whose micro-batches run together
+        if they did so last."""
+        plan = self.plan.with_use(*self.parts.tiers.host.cache.experts.recent)
+        passes = self.parts.together.passes
+        return plan if passes is None else replace(plan, passes=passes)
 
     @property
     def last_report(self) -> Report | None:

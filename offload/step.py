@@ -265,7 +265,7 @@ class Step:
         self.level.outdate(verdict.stepping_units)
         on_host = self.resident.update(step)
         self.host.begin_updates([update.unit for update in on_host])
-        remaining = speculative.confirm(on_host)
+        remaining = sorted(speculative.confirm(on_host), key=lambda update: self.host.first_use(update.unit))
         stepping = frozenset(verdict.stepping)
         for unit in verdict.stepping_units:
             self.sink.use_up(unit, stepping)

@@ -35,6 +35,10 @@ class ExpertsHandle(PiecewiseHandle):
             row = _row(*args)
             if row is not NotImplemented:
                 return row
+        elif func in _ROW_BY_ROW:
+            rows = _rows(*args, **(kwargs or {}))
+            if rows is not NotImplemented:
+                return iter(rows) if func is Tensor.__iter__ else rows
         elif func in (torch.bmm, Tensor.bmm):
             products = _bmm(*args, **(kwargs or {}))
             if products is not NotImplemented:
@@ -82,6 +86,13 @@ def _row(weight: Any, index: Any) -> Any:
     return rows
 
 
+def _rows(weight: Any, dim: int = 0) -> Any:
+    """The rows of each expert."""
+    if whole_of(weight) is None or dim % weight.dim() != 0:
+        return NotImplemented
+    return tuple(_row(weight, number) for number in range(len(weight)))
+
+
 def _without_first(value: Tensor) -> Tensor:
     return value.squeeze(0)
 
@@ -100,6 +111,8 @@ def _bmm(input: Any, mat2: Any, **other: Any) -> Any:
         products.append(piece(multiply))
     return torch.cat(products)
 
+
+_ROW_BY_ROW = {Tensor.__iter__, Tensor.unbind, torch.unbind}
 
 _IN_UNIT = {
     *(F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm),

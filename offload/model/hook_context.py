@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
-from offload.model.unit_in_model import CallsOfUnit, UnitInModel
+from offload.model.unit_in_model import Call, CallsOfUnit, UnitInModel
+from offload.torch_internals import graph_task, when_backward_ends
 
 TWO_THREADS = (
     "two threads run the model at once, and the engine brings weights in for one: give each thread its turn (a "
@@ -31,16 +33,36 @@ class HookContext:
         """Units in forward."""
         self.open: list[tuple[UnitInModel, int, int]] = []
         """Units in backward: with the serial number at which the call began, and the graph task that opened it."""
+        self.outside: UnitInModel | None = None
+        """The unit that got the last gradient, if that came outside of its backward: the next one may be its, too."""
         self.tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
-        """Graph tasks that have opened units, each with what it calls at its end. An exception ends one without a call:
-        then nothing refers to that any more."""
+        """Graph tasks that have opened units or left one ``outside``, each with what it calls at its end. An exception
+        ends one without a call: then nothing refers to that any more."""
         self.gradient_scale: float | None = None
         """Factor that gradients of the engine's own backward, if it is under way, are still to be multiplied by."""
         self._saved: list[tuple[UnitInModel, CallsOfUnit]] = []
 
-    def begin_call(self, unit: UnitInModel) -> None:
-        self.in_forward.append(unit)
-        self.num_calls += 1
+    def await_end(self, close: Callable[[int], None]) -> int:
+        """The graph task that this thread is in, whose end calls ``close`` with it."""
+        task = graph_task()
+        if task not in self.tasks:
+            at_end = partial(close, task)
+            self.tasks[task] = weakref.ref(at_end)
+            when_backward_ends(at_end)
+        return task
+
+    def come_to(self, call: Call, *, goes_on: bool) -> list[tuple[UnitInModel, int, int]]:
+        """A backward has come to the call: those that began later are over. What they have left open; if it ``goes_on``
+        with this call, without the unit of it."""
+        later = [entry for entry in self.open if entry[1] > call.end]
+        if goes_on:
+            self.open = [entry for entry in self.open if entry not in later or entry[0] is not call.unit]
+        return [entry for entry in later if entry in self.open]
+
+    def end(self, task: int | None) -> list[tuple[UnitInModel, int, int]]:
+        """The task is over, or all are if it is None: what it has left open."""
+        self.tasks = {} if task is None else {key: end for key, end in self.tasks.items() if key != task}
+        return [entry for entry in self.open if task is None or entry[2] == task]
 
     @property
     def order(self) -> tuple[int, int]:

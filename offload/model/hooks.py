@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -31,13 +29,14 @@ from offload.model.standing import Standing
 from offload.model.under_way import touch
 from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays
 from offload.torch_internals import (
+    autograd_gradient,
     graph_task,
     in_module_call,
+    itself,
     map_leaves,
     next_sequence_number,
     num_listening_modes,
     unseen,
-    when_backward_ends,
 )
 from offload.units import ParameterSpec
 from swapper import OffloadError
@@ -83,7 +82,7 @@ class Hooks:
         """The one that computes."""
         self._turns: Interleaving | None = None
         self._kept: list[UnitInModel] = []
-        """Units that the last context has left, and that another one will use next."""
+        """Units that the last context has left, and that another one will use next, or in a backward itself."""
         self.standing = Standing(parameters)
         self._in_use: dict[UnitInModel, None] = {}
         """Units from before a use of them begins until after it has ended: those that an interrupt may leave."""
@@ -95,10 +94,9 @@ class Hooks:
 
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
-        context = self.context
-        context.tasks = {} if task is None else {key: end for key, end in context.tasks.items() if key != task}
-        for entry in [entry for entry in context.open if task is None or entry[2] == task]:
+        for entry in self.context.end(task):
             self._leave_backward(entry)
+        self._end_outside()
 
     def reset(self) -> None:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
@@ -184,10 +182,13 @@ class Hooks:
         if self._turns is not None or graph_task() != -1 or in_module_call():
             return False
         self.reset()
-        for unit in self.units:
-            for parameter in unit.parameters:
-                unit.take_gradient(parameter)
-        for handle in self._parameters.values():
+        of_autograd = autograd_gradient.__get__
+        with itself():  # units may rest
+            left = [(unit, item) for unit in self.units for item in unit.parameters if of_autograd(item) is not None]
+            of_handles = [handle for handle in self._parameters.values() if of_autograd(handle) is not None]
+        for unit, parameter in left:
+            unit.take_gradient(parameter)
+        for handle in of_handles:
             if isinstance(handle, Handle):  # and nothing that a user has put in its place
                 handle.take_autograd_gradient()
         return True
@@ -228,7 +229,10 @@ class Hooks:
     def _enter_unseen(self, unit: UnitInModel) -> None:
         """Modes around the call do not see what is done here: one of a checkpoint's policy would expect the same
         operations when the call is recomputed."""
-        with unseen() if num_listening_modes() else nullcontext():
+        if not num_listening_modes():
+            self._enter_forward(unit)
+            return
+        with unseen():
             self._enter_forward(unit)
 
     def _enter_forward(self, unit: UnitInModel) -> None:
@@ -247,7 +251,8 @@ class Hooks:
             self._begin_use(unit)
         self._serial += 1
         unit.call = call = Call(unit, context, get_ident(), self._serial, next_sequence_number())
-        context.begin_call(unit)
+        context.in_forward.append(unit)
+        context.num_calls += 1
         unit.show_parameters()
         unit.begin_address = unit.window.flat.data_ptr()
         unit.end_address = unit.begin_address + unit.nbytes
@@ -291,8 +296,7 @@ class Hooks:
         if unit in self._kept:
             self._kept.remove(unit)
         elif unit.num_users == 0:
-            if self._with_strays.units:
-                self._with_strays.drop()
+            self._with_strays.drop()
             unit.strays.begin_use()
             unit.wake()
             unit.is_copy = self._listener.begin_use(unit.spec)
@@ -304,19 +308,21 @@ class Hooks:
         unit.num_users -= 1
         try:
             if unit.num_users == 0 or self._turns is not None:  # others would use what one has changed
-                self._pass_on_writes(unit)
+                writes = unit.own_writes.end()
+                if writes:
+                    self._pass_on(unit, writes)
         finally:
             if unit.num_users > 0:
                 if self._turns is not None:
                     unit.own_writes.begin(is_copy=unit.is_copy)
-            elif self._turns is not None and self._turns.is_awaited(unit):
+            elif self._turns is not None and (graph_task() != -1 or self._turns.is_awaited(unit)):
                 self._kept.append(unit)
             else:
                 self._release(unit)
 
-    def _pass_on_writes(self, unit: UnitInModel) -> None:
-        found = [(unit.watched[index], value, other) for index, value, other in unit.own_writes.end()]
-        if found and self._turns is not None:
+    def _pass_on(self, unit: UnitInModel, writes: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]) -> None:
+        found = [(unit.watched[index], value, other) for index, value, other in writes]
+        if self._turns is not None:
             self._turns.changed(unit)
         self._listener.changed_in_use(unit.spec, [(spec, value) for spec, value, other in found if other is None])
         for spec, value, other in found:
@@ -399,21 +405,17 @@ class Hooks:
                 f"{TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
                 "Call the backward within the function whose forward it belongs to"
             )
-        task = graph_task()
-        if task not in context.tasks:
-            close = partial(self.close_backward, task)
-            context.tasks[task] = weakref.ref(close)
-            when_backward_ends(close)
-        if context.open:
-            for entry in [entry for entry in context.open if entry[1] > call.end]:
-                self._leave_backward(entry)
-        if not unit.in_backward:
-            if unit.forward_depth == 0:
+        task = context.await_end(self.close_backward)
+        for entry in context.come_to(call, goes_on=self._turns is None):  # else it waits for its turn at each call
+            self._leave_backward(entry)
+        begins = all(entry[0] is not unit for entry in context.open)
+        if begins:
+            if not unit.in_backward and unit.forward_depth == 0:
                 self._begin_use(unit)
             unit.in_backward = True
             context.open.append((unit, call.start, task))
-            if self._turns is not None:
-                self._turns.opened(unit, call.start)
+        if self._turns is not None:
+            self._turns.opened(unit, call.start, begins=begins)
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""
@@ -442,8 +444,16 @@ class Hooks:
             if not unit.in_backward and call is not None and call.has_saved and call.context is self.context:
                 self._reach(call)  # no weight was needed so far, and one will be
         if gradient is not None:
+            self._end_outside(but=unit)
             if self._turns is not None and self._turns.gradient(unit, spec, in_its_place=unit.in_backward):
                 self._listener.end_part(unit.spec)
             self._listener.take_gradient(unit.spec, spec, gradient, self.context.gradient_scale)
             if not unit.in_backward:
-                self._listener.end_backward(unit.spec)
+                self.context.await_end(self.close_backward)
+                self.context.outside = unit
+
+    def _end_outside(self, but: UnitInModel | None = None) -> None:
+        """The unit that got gradients outside of its backward, unless it is this one, gets no more of them now."""
+        if (unit := self.context.outside) is not None and unit is not but:
+            self.context.outside = None
+            self._listener.end_backward(unit.spec)

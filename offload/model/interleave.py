@@ -229,9 +229,10 @@ class MicroBatches:
     def left(self, unit: UnitInModel, start: int) -> None:
         self._own.calls.setdefault(unit, set()).add(start)
 
-    def opened(self, unit: UnitInModel, start: int) -> None:
+    def opened(self, unit: UnitInModel, start: int, *, begins: bool) -> None:
         self._own.calls.get(unit, set()).discard(start)
-        self._own.given.difference_update(unit.spec.parameters)
+        if begins:
+            self._own.given.difference_update(unit.spec.parameters)
 
     def is_awaited(self, unit: UnitInModel) -> bool:
         return any(each.place is not None and each.place.unit is unit for each in self._in_stage(Stage.WAITING))

@@ -35,6 +35,9 @@ class Together:
 
     def __post_init__(self) -> None:
         self._habits = Habits()
+        self.passes: int | None = None
+        """Groups in which the micro-batches of the last call ran, each together; None: one after the other, or there
+        was no call."""
 
     def run(self, items: Iterable[Any], function: Callable[[Any], Any], num_at_once: int | None) -> list[Any]:
         """See ``OffloadEngine.together``."""
@@ -47,12 +50,16 @@ class Together:
             habits.say("a mode of torch around the call sees what its own thread does, and no other")
             num_at_once = 1
         group: MicroBatches | None = None
+        self.passes, passes = None, 0
         try:
             while not habits.takes_turns and num_at_once != 1:
                 attributes = Attributes(model, hooks.units)
                 group = MicroBatches(hooks, function, items, num_at_once, habits, surroundings, attributes)
-                results += _run_group(hooks, group)
+                found = _run_group(hooks, group)
+                results += found
+                passes += bool(found)
                 if group.was_last:
+                    self.passes = None if habits.takes_turns else max(passes, 1)
                     return results
             return results + [function(item) for item in items]
         except BaseException:

@@ -112,11 +112,12 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The tensor alone is one of others, at version 0: most are, and the collector has less to look at."""
-        kept, version = _without_history(tensor), tensor._version
-        unit = unit_around(tensor, self.uses.context)
-        if unit is not None and unit.call is not None:
-            unit.call.has_saved = True
-            return kept, version, unit.call, unit.strays.saved
+        version, address = tensor._version, address_of(tensor)
+        kept = tensor.detach() if type(tensor) in ORDINARY else _without_history(tensor)
+        for unit in self.uses.context.in_forward:
+            if unit.begin_address <= address < unit.end_address and unit.call is not None:
+                unit.call.has_saved = True
+                return kept, version, unit.call, unit.strays.saved
         return (kept, version) if version else kept
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -126,7 +127,10 @@ class SavedTensors:
             raise changed_in_place(tensor, tensor.shape, version)
         if tensor is packed or len(packed) == 2:
             return tensor
-        found = _from_use(self.uses, packed[2], lambda: tensor)
+        call: Call = packed[2]
+        if call.unit.in_backward and call.context is self.uses.context and not call.unit.reassigned:
+            return tensor  # its unit is in use for this backward, as ``_from_use`` would find
+        found = _from_use(self.uses, call, lambda: tensor)
         if tensor._version != version:  # by what was written to another tensor over the parameter's former memory
             raise changed_in_place(tensor, tensor.shape, version)
         return found
@@ -218,8 +222,8 @@ def changed_in_place(tensor: torch.Tensor, shape: torch.Size, version: int) -> O
 
 
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor may be an output of the node that saves it, and its history is that node."""
-    return tensor.detach() if type(tensor) in ORDINARY or not tensor.is_leaf else tensor
+    """Of a tensor of another class. It may be an output of the node that saves it, and its history is that node."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def unit_around(tensor: torch.Tensor, context: HookContext) -> UnitInModel | None:

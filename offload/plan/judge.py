@@ -104,7 +104,8 @@ class Judge:
         return seconds * _busiest(works, self.num_backwards) / _busiest(played, self.num_backwards)
 
     def _drive_seconds(self, plan: Plan) -> float:
-        lying = plan.staging.num_slots * plan.staging.slot_bytes  # what is in a slot is read no more
+        turns = 2 * plan.passes - 1  # from forward to backward and back, where what is in a slot is read no more
+        lying = turns * plan.staging.num_slots * plan.staging.slot_bytes
         one = plan.step_transfers * TRANSFER_BYTES / 2
         return self.conditions.drive.seconds(max(plan.step_read_bytes - lying, 0) + one, plan.step_write_bytes + one)
 

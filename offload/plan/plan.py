@@ -43,6 +43,9 @@ class Plan:
     """Memory that the engine may hold on a device."""
     routing: Routing = EVERYWHERE
     """Experts that tokens are sent to, where it is known: a step reads no others."""
+    passes: int = 1
+    """Forwards and backwards of a step for which weights come anew: its micro-batches; those that run together are
+    one."""
     vacant_bytes: dict[Tier, int] = field(default_factory=dict)
     """Reserved for units that have moved to a device since."""
     drives: Drives | None = None
@@ -106,7 +109,8 @@ class Plan:
 
     @property
     def step_read_bytes(self) -> int:
-        """NVMe reads of a step: weights for forward and for backward, and what an update needs.
+        """NVMe reads of a step: weights for each forward and each backward, sums of gradients that more are added to,
+        and what an update needs.
 
         Updates during backward find the gradients where they came to; where a device computes, which has no use for the
         weights in a slot any more, they bring them in again. What still lies in a slot is read no more. Of experts come
@@ -121,7 +125,7 @@ class Plan:
         early = [item for item in self._streamed if self.speculative and item.streamed]
         again = sum(item.unit.numel for item in early) * self.formats.weights * self.device.computes
         found = sum(self.routing.used(i.unit) * i.unit.trainable_numel for i in early if i.grads is Tier.NVME)
-        read = 2 * passing + left_out + again + self._moved_states + self._moved_grads
+        read = self.passes * (2 * passing + self._moved_grads) + left_out + again + self._moved_states
         return round(read - found * self.formats.grads)
 
     @property
@@ -130,7 +134,7 @@ class Plan:
         if not self.formats.grads:
             return 0
         weights = sum(self._changed(item.unit.trainable_numel, item.unit) for item in self._streamed)
-        return round(weights * self.formats.weights + self._moved_states + self._moved_grads)
+        return round(weights * self.formats.weights + self._moved_states + self.passes * self._moved_grads)
 
     @property
     def step_transfers(self) -> int:
@@ -138,13 +142,14 @@ class Plan:
         streamed, changed = [item.unit for item in self._streamed], self._changed
         if not self.formats.grads:
             return round(sum(self._read_share(unit) * unit.count for unit in streamed))
-        passing = sum((2 * self._read_share(unit) + self._left_out(unit)) * unit.count for unit in streamed)
+        sweeps = 2 * self.passes
+        passing = sum((sweeps * self._read_share(unit) + self._left_out(unit)) * unit.count for unit in streamed)
         written = sum(changed(unit.count, unit) for unit in streamed if unit.trainable_numel)
         tiles = ((tile, tier, item.unit) for item in self.units for tile, tier in item.tiles)
         of_states = sum(changed(tile.count, unit) for tile, tier, unit in tiles if tier is Tier.NVME)
         spilled = (item for item in self.units if item.grads is Tier.NVME)
         of_grads = sum(
-            (2 * changed(1.0, item.unit) - self.routing.used(item.unit) * (self.speculative and item.streamed))
+            (sweeps * changed(1.0, item.unit) - self.routing.used(item.unit) * (self.speculative and item.streamed))
             * sum(tile.count for tile, _ in item.tiles)
             for item in spilled
         )
@@ -187,7 +192,7 @@ class Plan:
 
     @cached_property
     def _moved_grads(self) -> float:
-        """Bytes of gradients that a step writes to NVMe, and reads."""
+        """Bytes of gradients that a pass writes to NVMe, and that are read of it."""
         spilled = (item.unit for item in self.units if item.grads is Tier.NVME)
         return sum(self._changed(unit.trainable_numel, unit) for unit in spilled) * self.formats.grads
 

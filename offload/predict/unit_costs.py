@@ -4,6 +4,7 @@ takes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from offload.plan.moved import UnitBytes, is_tied, places_of
 from offload.plan.plan import Plan, Tier
@@ -115,20 +116,18 @@ def kept_link_seconds(works: Sequence[UnitWork], workload: Workload) -> dict[str
 
 def nvme_bytes(plan: Plan, places: Places, workload: Workload, activations: ActivationBytes) -> tuple[int, int]:
     """Bytes that a rank reads and writes in a step. Units that still lie in their slots are read no more."""
-    moved = [UnitBytes.of(item, plan) for item in plan.units]
+    passes = workload.passes
+    moved, plan = [UnitBytes.of(item, plan) for item in plan.units], replace(plan, passes=passes)
     streamed = [index for index, one in enumerate(moved) if one.weights]
     lie = set(streamed[-max(places.slots - 2, 1) :])
-    num_units, passes = len(moved), workload.passes
-    forward, backward = (_brought(places, num_units, passes, backward=again) for again in (False, True))
+    forward, backward = (_brought(places, len(moved), passes, backward=again) for again in (False, True))
     read = float(plan.step_read_bytes)
-    for index in streamed:  # of which the plan's bytes have two reads
+    for index in streamed:  # of which the plan's bytes have two reads a pass
         again = backward[index] * (index not in lie)
-        read += moved[index].weights * (forward[index] + again - 2)
-    grads = sum(one.grads for one in moved) * (passes - 1)
+        read += moved[index].weights * (forward[index] + again - 2 * passes)
     if workload.clipped and plan.speculative:  # gradients are read by updates that begin later
         read += sum(one.grads for item, one in zip(plan.units, moved, strict=True) if item.streamed)
-    written = plan.step_write_bytes + grads + activations.written * passes
-    return round(read + grads + activations.read * passes), round(written)
+    return round(read + activations.read * passes), round(plan.step_write_bytes + activations.written * passes)
 
 
 def _brought(places: Places, num_units: int, passes: int, *, backward: bool) -> list[int]:

@@ -129,3 +129,25 @@ def test_the_plan_says_what_a_step_will_take(make_model, tmp_path: Path):
         train(engine, 2)
         assert engine.plan.seconds["compute"] == engine.report().compute_seconds
         assert "compute is known" not in str(engine.plan)
+
+
+class Backwards(Tiny):
+    """Blocks that a forward uses in the reverse of their order in the model."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def test_units_are_updated_in_the_order_in_which_a_forward_uses_them(tmp_path: Path):
+    options = {"nvme_path": tmp_path, "gradient_clipping": 1e-3, "host_memory": least_budget(Backwards(), tmp_path)}
+    with OffloadEngine(Backwards(), **options) as engine:
+        for tokens, targets in batches(3):
+            engine.backward(loss_of(engine(tokens), targets))
+            engine.step()
+            engine.synchronize()
+        spans = engine._session.parts.meter.trace.last  # from the second step's end to the third's
+    updated = list(dict.fromkeys(span.name for span in spans if span.track == "update"))
+    assert updated == ["embed", *(f"blocks.{index}" for index in (3, 2, 1, 0)), "norm", "head"]

@@ -71,14 +71,19 @@ def test_the_backwards_of_two_forwards_may_come_in_any_order():
     story.check_gradients()
 
 
-def test_a_module_that_is_called_twice_is_used_twice_each_way():
+def test_a_module_that_is_called_twice_in_a_row_has_one_backward():
     story = Story(Model(lambda self, x: self.a(self.a(x).relu()), a=nn.Linear(4, 4)), "a")
-    assert story.train() == [
-        *forward_of("a", "a"),
+    assert story.train() == [*forward_of("a", "a"), *backward_of("a")]
+
+
+def test_a_module_that_is_called_before_and_after_another_is_used_twice_each_way():
+    model = Model(lambda self, x: self.a(self.b(self.a(x).relu())), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    assert Story(model, "a", "b").train() == [
+        *forward_of("a", "b", "a"),
         "begin a",  # the second call's backward: the gradients come with the first one's
         "end a",
         "over a",
-        *backward_of("a"),
+        *backward_of("b", "a"),
     ]
 
 
@@ -196,6 +201,35 @@ def test_the_gradient_of_the_input_alone_uses_the_units_and_takes_nothing():
 def test_a_parameter_used_outside_of_its_unit_has_its_gradient_taken_without_a_use():
     story = Story(chain("a"), "a")
     assert story.train(lambda model: model.a.bias * 3) == ["take a.bias", "over a"]
+
+
+def _weights_taken_out(self: Model, x: torch.Tensor) -> torch.Tensor:
+    for module in (self.a, self.b):
+        x = nn.functional.linear(x, module.weight, module.bias)
+    return x
+
+
+def test_gradients_that_come_outside_of_their_units_backward_end_it_once():
+    story = Story(Model(_weights_taken_out, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), "a", "b")
+    assert story.train() == [
+        *("take b.bias", "take b.weight", "over b"),
+        *("take a.bias", "take a.weight", "over a"),
+    ]
+
+
+def test_an_exception_after_a_gradient_outside_of_a_backward_leaves_no_unit_waiting():
+    def stop(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("backward")
+
+    story = Story(Model(_weights_taken_out, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), "a", "b")
+    x = batch(requires_grad=True)
+    loss = story.model(x).sum()
+    x.register_hook(stop)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    del loss
+    story.hooks.reset()
+    assert [event for event in story.told() if event.startswith("over")] == ["over b", "over a"]
 
 
 # Checkpoints.

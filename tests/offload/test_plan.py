@@ -226,6 +226,27 @@ def test_the_printed_plan_says_where_things_rest_and_that_gradients_are_spilled(
     assert "spilled" not in everything and "all of it fits into host memory" in everything
 
 
+def test_a_plan_counts_the_weights_and_gradients_of_each_micro_batch():
+    units, formats = find_units(random_model(0)), FP32
+    with pytest.raises(BudgetError) as caught:
+        plan_for(units, formats, 1, 1 << 40)
+    plan = plan_for(units, formats, caught.value.needed_bytes, 1 << 40)
+    four = replace(plan, passes=4)
+    weights, grads = plan.nvme_bytes["weights"], plan.nvme_bytes["grads"]
+    assert four.step_read_bytes - plan.step_read_bytes == 3 * (2 * weights + grads)
+    assert four.step_write_bytes - plan.step_write_bytes == 3 * grads
+
+
+def test_the_first_use_of_a_unit_in_the_last_step_says_when_it_is_updated():
+    order = UseOrder(4)
+    assert [order.first_use(index) for index in range(4)] == [0, 1, 2, 3]
+    for index in (2, 0, 1, 1, 0, 2):
+        order.use(index)
+    assert [order.first_use(index) for index in range(4)] == [0, 1, 2, 3]  # the step is not over
+    order.end_step()
+    assert [order.first_use(index) for index in range(4)] == [1, 2, 0, NEVER]
+
+
 def test_the_order_of_the_last_step_predicts_the_next():
     order = UseOrder(3)
     assert list(order.upcoming()) == [0, 1, 2, 2, 1, 0]

@@ -156,6 +156,11 @@ class WeightCache(Generic[P]):
         passing = [unit for unit in units if self.entries[unit.index].state is not UnitState.PERMANENT]
         return not passing or self.carrier.has_room(passing)
 
+    def first_use(self, unit: UnitSpec) -> float:
+        """See ``UseOrder.first_use``."""
+        with self.monitor:
+            return self._order.first_use(unit.index)
+
     def end_step(self) -> None:
         """A step ends the order of uses."""
         with self.monitor:

@@ -150,6 +150,10 @@ class RoutedOrder:
         share = layer.share(index)
         return distance + 1 + (1 / share - 1) * self._num_tokens if share else NEVER
 
+    def first_use(self, index: int) -> float:
+        """See ``UseOrder.first_use``. Experts of a layer have the same."""
+        return self._order.first_use(self._token[index])
+
     def upcoming(self, *, wrap: bool = True) -> Iterator[int | None]:
         """See ``UseOrder.upcoming``. None stands for an expert that the router will choose."""
         if self._now is not None:

@@ -56,6 +56,11 @@ class UseOrder:
         ahead = bisect_left(positions, self._cursor)
         return positions[ahead] - self._cursor if ahead < len(positions) else NEVER
 
+    def first_use(self, index: int) -> float:
+        """Place of the unit's first use among those of a step. ``NEVER`` if it had none in the last one."""
+        positions = self._positions.get(index)
+        return positions[0] if positions else NEVER
+
     def upcoming(self, *, wrap: bool = True) -> Iterator[int]:
         """The units of the coming uses, one step's or sweep's worth; without ``wrap`` no further than the step's
         end."""
