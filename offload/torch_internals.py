@@ -8,7 +8,7 @@ version, instead of a wrong number or a crash later on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from operator import is_, methodcaller
@@ -226,17 +226,15 @@ num_owners: Callable[[int], int] = found(torch._C, "_storage_Use_Count")
 """The number of owners of a storage, by its ``_cdata``: tensors over it, in Python or in C++, and arrays of these."""
 
 
-@cache
-def _of_torch() -> int:
-    """Torch's own references in Python to a tensor that C++ has, too: none before 2.10, 1 since."""
-    tensor = torch.zeros(1, device="cpu", requires_grad=True)
-    before, graph = sys.getrefcount(tensor), tensor * 2
-    return (sys.getrefcount(tensor) - before) * graph.requires_grad
+_num_owners_in_cpp: Callable[[torch.Tensor], int] = found(torch._C.TensorBase, "_use_count")
+_probe = torch.zeros(1, device="cpu", requires_grad=True)
+_before, _graph = sys.getrefcount(_probe), _probe * 2
+_OF_TORCH = sys.getrefcount(_probe) - _before
 
 
-def num_references(tensor: torch.Tensor) -> int:
-    """References to it in Python, whatever graphs have of it."""
-    return sys.getrefcount(tensor) - (_of_torch() if tensor._use_count() > 1 else 0)  # type: ignore[attr-defined]
+def num_references(tensors: Sequence[torch.Tensor]) -> int:
+    """References to them in Python, but for torch's own to what C++ has, too (a graph): since 2.10 there is one."""
+    return sum(map(sys.getrefcount, tensors)) - sum(map((1).__lt__, map(_num_owners_in_cpp, tensors))) * _OF_TORCH
 
 
 StorageReference: Any = found(reductions, "StorageWeakRef")

@@ -215,7 +215,7 @@ class Outcome:
     read_bytes: list[int]
     write_bytes: int
     planned_write_bytes: int
-    """In all steps."""
+    """In all steps but the first, whose first micro-batch runs alone."""
 
     def check_bits_of(self, loop: Outcome) -> None:
         assert self.losses == loop.losses
@@ -250,7 +250,7 @@ def train(
         def run(micro_batch: Any) -> float:
             return (body or forward_and_backward)(engine, micro_batch)
 
-        data, before = batches(steps * k), written_bytes(engine)
+        data, before = batches(steps * k), 0
         for step in range(steps):
             micro_batches = iter(data[step * k : (step + 1) * k])
             losses += (
@@ -260,8 +260,10 @@ def train(
             report = engine.report()
             norms.append(report.grad_norm)
             reads.append(report.nvme_read_bytes)
+            if step == 0:
+                before = written_bytes(engine)
         weights = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
-        written, planned = written_bytes(engine) - before, steps * engine.plan.step_write_bytes
+        written, planned = written_bytes(engine) - before, (steps - 1) * engine.plan.step_write_bytes
     return Outcome(losses, norms, weights, reads, written, planned)
 
 
