@@ -399,14 +399,13 @@ class Hooks:
         task = context.await_end(self.close_backward)
         for entry in context.come_to(call, goes_on=self._turns is None):  # else it waits for its turn at each call
             self._leave_backward(entry)
-        begins = all(entry[0] is not unit for entry in context.open)
-        if begins:
+        if all(entry[0] is not unit for entry in context.open):
             if not unit.in_backward and unit.forward_depth == 0:
                 self._begin_use(unit)
             unit.in_backward = True
             context.open.append((unit, call.start, task))
         if self._turns is not None:
-            self._turns.opened(unit, call.start, begins=begins)
+            self._turns.opened(unit, call.start)
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""

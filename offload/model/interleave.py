@@ -93,9 +93,7 @@ class MicroBatch:
     calls: dict[UnitInModel, set[int]] = field(default_factory=dict)
     """Beginning of each call of a unit, of those whose backward is to come."""
     given: set[ParameterSpec] = field(default_factory=set)
-    """Parameters that it gave a gradient since the last backward of their unit began."""
-    gave: set[ParameterSpec] = field(default_factory=set)
-    """Parameters that it gave a gradient at any time."""
+    """Parameters that it gave a gradient."""
     is_one: bool = True
     """False: there was none left for it."""
     result: Any = None
@@ -229,10 +227,8 @@ class MicroBatches:
     def left(self, unit: UnitInModel, start: int) -> None:
         self._own.calls.setdefault(unit, set()).add(start)
 
-    def opened(self, unit: UnitInModel, start: int, *, begins: bool) -> None:
+    def opened(self, unit: UnitInModel, start: int) -> None:
         self._own.calls.get(unit, set()).discard(start)
-        if begins:
-            self._own.given.difference_update(unit.spec.parameters)
 
     def is_awaited(self, unit: UnitInModel) -> bool:
         return any(each.place is not None and each.place.unit is unit for each in self._in_stage(Stage.WAITING))
@@ -245,10 +241,9 @@ class MicroBatches:
             own.place, own.gives = Place(unit, backward=True), spec
             self._pause(own)
             own.gives = None
-        if spec in own.gave:
+        if spec in own.given:
             self._run_one_by_one(f"the function gives {spec.name} several gradients (two backwards?)")
         own.given.add(spec)
-        own.gave.add(spec)
         last = self._last_giver.get(spec, -1)
         if own.index < last:
             self._refuse_order(own, last, f"gets a gradient of {spec.name}")
@@ -366,7 +361,7 @@ class MicroBatches:
 
     def _end(self, own: MicroBatch) -> None:
         own.stage = Stage.OVER
-        self.habits.are_seen |= bool(own.gave)
+        self.habits.are_seen |= bool(own.given)
         following = None
         try:
             following = self._following()
