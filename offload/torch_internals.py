@@ -8,7 +8,7 @@ version, instead of a wrong number or a crash later on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from operator import is_, methodcaller
@@ -226,8 +226,16 @@ num_owners: Callable[[int], int] = found(torch._C, "_storage_Use_Count")
 """The number of owners of a storage, by its ``_cdata``: tensors over it, in Python or in C++, and arrays of these."""
 
 
-num_holders: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 1)
-"""The number of owners of a tensor in C++: its object is one of them."""
+_num_owners_in_cpp: Callable[[torch.Tensor], int] = found(torch._C.TensorBase, "_use_count")
+_probe = torch.zeros(1, device="cpu", requires_grad=True)
+_before, _graph = sys.getrefcount(_probe), _probe * 2
+_OF_TORCH = sys.getrefcount(_probe) - _before
+
+
+def num_references(tensors: Sequence[torch.Tensor]) -> int:
+    """References to them in Python, but for torch's own to what C++ has, too (a graph): since 2.10 there is one."""
+    return sum(map(sys.getrefcount, tensors)) - sum(map((1).__lt__, map(_num_owners_in_cpp, tensors))) * _OF_TORCH
+
 
 StorageReference: Any = found(reductions, "StorageWeakRef")
 """Weak reference to a storage: ``expired()`` says whether it is gone. Its ``_cdata`` is nobody else's until then."""
@@ -411,10 +419,8 @@ class _Probe(torch.Tensor):
 
 def _try_wrapper() -> bool:
     probe = nn.Parameter(wrapper(_Probe, torch.empty(2, device="meta"), torch.device("cpu")))
-    result = probe * 3
-    result.sum().backward()  # type: ignore[no-untyped-call]
-    gradient = autograd_gradient.__get__(probe)
-    return result.tolist() == [3.0, 3.0] and gradient is not None and gradient.tolist() == [3.0, 3.0]
+    (result := probe * 3).sum().backward()  # type: ignore[no-untyped-call]
+    return bool(result.tolist() == [3.0, 3.0] == autograd_gradient.__get__(probe).tolist())
 
 
 _TRIALS: dict[str, Callable[[], bool]] = {

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
+from offload.model.under_way import touch
 from offload.model.unit_in_model import Call, CallsOfUnit, UnitInModel
 from offload.torch_internals import graph_task, when_backward_ends
-
-TWO_THREADS = (
-    "two threads run the model at once, and the engine brings weights in for one: give each thread its turn (a "
-    "threading.Lock around forward and backward)"
-)
+from swapper import OffloadError
 
 
 class HookContext:
@@ -71,6 +71,19 @@ class HookContext:
     def order(self) -> tuple[int, int]:
         """Grows with what a backward comes to sooner: see [Note: The order of backward]."""
         return self.num_calls, -self.index
+
+    def enter(self, *, forward: bool, together: bool, one_thread: bool) -> None:
+        """Another thread begins to use a unit. Raises ``OffloadError`` while one uses some. ``together``: micro-batches
+        of this model are under way."""
+        if forward and not together and torch.is_grad_enabled():
+            touch("trains another engine's model")
+        if self.in_forward or together or (self.open and one_thread):
+            raise OffloadError(
+                "two threads run the model at once, and the engine brings weights in for one: give each thread its "
+                "turn (a threading.Lock around forward and backward)"
+            )
+        if forward or one_thread:
+            self.thread = threading.get_ident()
 
     def save(self, *, following: HookContext) -> None:
         """Another context computes now: its units' parameters stand in the model, and not this one's."""

@@ -20,13 +20,12 @@ from offload.errors import ConfigError
 from offload.model.aliases import Alias
 from offload.model.habits import TOGETHER
 from offload.model.handle import Handle
-from offload.model.hook_context import TWO_THREADS, HookContext
+from offload.model.hook_context import HookContext
 from offload.model.installed_hooks import HookOfModel, InstalledHooks
 from offload.model.listeners import Interleaving, Listener
 from offload.model.outputs import first_node, own_copy, tensors_in
 from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
-from offload.model.under_way import touch
 from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays, drop_autograd_gradients
 from offload.torch_internals import (
     graph_task,
@@ -34,6 +33,7 @@ from offload.torch_internals import (
     map_leaves,
     next_sequence_number,
     num_listening_modes,
+    num_references,
     unseen,
 )
 from offload.units import ParameterSpec
@@ -46,8 +46,7 @@ def _take_gradient(
     hooks: weakref.ref[Hooks], unit: weakref.ref[UnitInModel], index: int, parameter: torch.Tensor
 ) -> None:
     """Weakly: the collector does not see into hooks of tensors."""
-    taker, owner = hooks(), unit()
-    if taker is not None and owner is not None:
+    if (taker := hooks()) is not None and (owner := unit()) is not None:
         taker._post_accumulate(owner, owner.spec.parameters[index], parameter)
 
 
@@ -98,8 +97,7 @@ class Hooks:
 
     def reset(self) -> None:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
-        if self._turns is not None:
-            self._turns.refuse_others("a step, or the engine's end,")
+        self.refuse_others("a step, or the engine's end,")
         left_open = list(self._in_use)
         self.end_calls()
         for unit in list(self._in_use):  # an interrupt may have come between a use and what is known of it
@@ -256,7 +254,7 @@ class Hooks:
             output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
             leaves = tensors_in(output)
         call = self._leave_forward(unit)
-        if self._turns is not None or not call.has_saved or call.has_left_parameters:
+        if self._turns is not None or not call.has_saved or num_references(unit.parameters) > call.num_references:
             self._watch(call, leaves)  # else a node that asks for a weight is early enough
         return output
 
@@ -269,15 +267,8 @@ class Hooks:
             self._turns.left(call.unit, call.start)
 
     def _enter(self, *, forward: bool) -> None:
-        """A thread begins to use a unit. Raises ``OffloadError`` while another one uses some."""
-        thread, context = get_ident(), self.context
-        if thread != context.thread:
-            if forward and self._turns is None and torch.is_grad_enabled():
-                touch("trains another engine's model")
-            if context.in_forward or self._turns is not None or (context.open and self._one_thread):
-                raise OffloadError(TWO_THREADS)
-            if forward or self._one_thread:
-                context.thread = thread
+        if get_ident() != self.context.thread:
+            self.context.enter(forward=forward, together=self._turns is not None, one_thread=self._one_thread)
 
     def _begin_use(self, unit: UnitInModel) -> None:
         if self._turns is not None:

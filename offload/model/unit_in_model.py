@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -17,11 +17,13 @@ from offload.model.own_writes import OwnWrites
 from offload.model.resting import resting_class
 from offload.model.strays import Strays
 from offload.tiers.window import Window
-from offload.torch_internals import SavedTensorsHooks, autograd_gradient, itself, num_holders, requires_grad
+from offload.torch_internals import SavedTensorsHooks, autograd_gradient, itself, num_references
 from offload.units import ParameterSpec, UnitSpec, local_tensor
 from swapper import OffloadError
 
 ORDINARY = (torch.Tensor, nn.Parameter)
+
+_is_trained = attrgetter("requires_grad")
 
 
 class Call:
@@ -43,37 +45,13 @@ class Call:
         """The hooks of saved tensors that were put in force with its beginning, and those below them."""
         self.has_saved = False
         """Autograd has saved a weight in it, and asks for that in a backward."""
-        self.num_references = _num_references(unit)
-        """To the unit's parameters, from before it."""
-
-    @property
-    def has_left_parameters(self) -> bool:
-        """It is over, and somebody has kept a parameter: hooks of saved tensors of the unit's own, it may be, which are
-        asked for it in a backward as ours are not."""
-        return _num_references(self.unit) > self.num_references
+        self.num_references = num_references(unit.parameters)
+        """To the unit's parameters, from before it. Are there more at its end, somebody has kept one: hooks of saved
+        tensors of the unit's own, it may be, which are asked for it in a backward as ours are not."""
 
     def runs_in(self, context: object) -> bool:
         """It is the one under way in this context: a backward within it finds the weights in use."""
         return self is self.unit.call and self.end == sys.maxsize and self.context is context
-
-
-def _num_references(unit: UnitInModel) -> int:
-    """Those of others in Python: where a graph has a tensor its object may have one more."""
-    num_ours = len(unit._classes)
-    if _graphs_count():
-        with itself():  # the unit may rest
-            num_ours += len(unit.parameters) - list(map(num_holders, unit.parameters)).count(1)
-    return sum(map(sys.getrefcount, unit.parameters)) - num_ours
-
-
-@cache
-def _graphs_count() -> bool:
-    """A graph's reference to a tensor is one of Python's, too."""
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = torch.ones(1, requires_grad=True)
-        alone = sys.getrefcount(leaf)
-        graph = leaf * 2
-    return graph.requires_grad and sys.getrefcount(leaf) > alone
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -125,6 +103,7 @@ class UnitInModel:
         "_classes",
         "_recurrent",
         "_shown",
+        "_trained",
         "around",
         "begin_address",
         "call",
@@ -162,6 +141,8 @@ class UnitInModel:
         self.around: tuple[Callable[..., Any], Callable[..., Any]]
         """The hooks before and after the forward of its modules."""
         self.has_gradients = has_gradients
+        self._trained: list[bool] = []
+        """Whether each parameter requires grad, while they stand at their sites."""
         self._shown: list[tuple[Handle, nn.Parameter, torch.Tensor]] = []
         """Gradients that parameters have from their handles now."""
         self.window = window
@@ -243,6 +224,7 @@ class UnitInModel:
         for module, name, handle, parameter in self.sites:
             if module._parameters.get(name) is handle:
                 module._parameters[name] = parameter
+        self._trained = list(map(_is_trained, self.parameters))
         if self.has_gradients(self.spec):
             self._show_gradients()
 
@@ -252,21 +234,24 @@ class UnitInModel:
             return
         for recurrent in self._recurrent:
             let_go(recurrent)
-        toggled = []
-        with itself():
-            for module, name, handle, parameter in self.sites:
-                if module._parameters.get(name) is parameter:
-                    module._parameters[name] = handle
-                    if parameter.requires_grad is not requires_grad.__get__(handle):
-                        toggled.append((handle, parameter))
+        for module, name, handle, parameter in self.sites:
+            if module._parameters.get(name) is parameter:
+                module._parameters[name] = handle
         shown, self._shown = self._shown, []
         for owner, parameter, gradient in shown:
             now, parameter.grad = parameter.grad, None
             if now is not gradient:
                 owner.grad = now
-        for handle, parameter in toggled:  # a forward has frozen or thawed its own
-            is_trained, parameter.requires_grad = parameter.requires_grad, handle.requires_grad
-            handle.requires_grad = is_trained  # of both, or it is refused
+        trained, self._trained = self._trained, []
+        if trained and trained != list(map(_is_trained, self.parameters)):
+            self._show_toggled()
+
+    def _show_toggled(self) -> None:
+        """A forward has frozen or thawed parameters of its own: so are the handles, or it is refused."""
+        for _, _, handle, parameter in self.sites:
+            if parameter.requires_grad is not handle.requires_grad:
+                is_trained, parameter.requires_grad = parameter.requires_grad, handle.requires_grad
+                handle.requires_grad = is_trained
 
     def take_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Take what autograd has left there. None if a backward within the forward has added to the gradient that the

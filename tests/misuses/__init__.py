@@ -28,6 +28,7 @@ _FILES = (
     "training_loops",
     "micro_batches",
     "saved_tensors",
+    "activation_loops",
     "expert_models",
     "adapters",
     "odd_moments",

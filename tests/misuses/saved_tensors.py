@@ -756,7 +756,7 @@ def saves_jagged(place):
     return trained(place, Jagged)
 
 
-@saves("sparse products: COO and CSR with dense")
+@saves("sparse products: coordinates and CSR with dense")
 class SparseProducts(Layer):
     def forward(self, x):
         mixing = torch.eye(ROWS).roll(1, 0).to_sparse()
