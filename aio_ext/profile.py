@@ -7,17 +7,16 @@ old one's name; and it counts only under the Linux version that it was measured 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import tempfile
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .kept import KeptFile
 from .queue import available_backends
 
-_VERSION = 2
+_FILE = KeptFile("io_profiles.json", "profiles", version=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +38,7 @@ class IoProfile:
 
 def profiles_path() -> Path:
     """The file that holds the profiles."""
-    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(home) / "offload" / "io_profiles.json"
+    return _FILE.path
 
 
 def file_system_key(path: str | Path) -> str:
@@ -81,7 +79,7 @@ def load_profile(*paths: str | Path) -> IoProfile | None:
     :class:`aio_ext.StripedFile` reaches; ``mixed_q`` is the least; the settings are those of the fastest, for each
     queue. See :func:`missing_profile` for the reason of a None. Raises ``OSError`` for a path that is not there.
     """
-    stored = _stored()
+    stored = _FILE.entries()
     found = {file_system_key(path): _find(path, stored) for path in paths}
     profiles = [profile for profile in found.values() if isinstance(profile, IoProfile)]
     if not profiles or len(profiles) < len(found):
@@ -98,24 +96,13 @@ def load_profile(*paths: str | Path) -> IoProfile | None:
 def missing_profile(path: str | Path) -> str:
     """Reason why :func:`load_profile` finds nothing for ``path``, and the fix, in a sentence; empty if it finds
     something."""
-    found = _find(path, _stored())
+    found = _find(path, _FILE.entries())
     return "" if isinstance(found, IoProfile) else f"{found}; `offload bench {path}` measures it"
 
 
 def save_profile(path: str | Path, profile: IoProfile) -> Path:
     """Keep the profile of the file system that ``path`` is on; others stay. Returns the file. Raises ``OSError``."""
-    file = profiles_path()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    profiles = _stored()
-    profiles[file_system_key(path)] = {"linux": _linux(), "path": str(path), **asdict(profile)}
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    try:
-        with os.fdopen(descriptor, "w") as stream:
-            json.dump({"version": _VERSION, "profiles": profiles}, stream, indent=2)
-        return Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink()
-        raise
+    return _FILE.add({file_system_key(path): {"linux": _linux(), "path": str(path), **asdict(profile)}})
 
 
 def _find(path: str | Path, stored: dict[str, Any]) -> IoProfile | str:
@@ -133,15 +120,6 @@ def _find(path: str | Path, stored: dict[str, Any]) -> IoProfile | str:
     if profile.backend not in available_backends():
         return f"the I/O profile of {path} is for the backend {profile.backend}, which does not work here"
     return profile
-
-
-def _stored() -> dict[str, Any]:
-    """All that is in the file; nothing if it is not there, or damaged, or of another version."""
-    try:
-        content = json.loads(profiles_path().read_text())
-        return dict(content["profiles"]) if content["version"] == _VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def _linux() -> str:

@@ -21,7 +21,7 @@ import torch
 
 from offload.memory import tensor_at
 
-_GRAIN = 1 << 16
+GRAIN = 1 << 16
 """Elements for which a further thread is woken: 70 us of its work, and to wake it takes five."""
 
 _LEAST = 1.0
@@ -60,7 +60,7 @@ class CoreBudget:
         """Lend threads to an update of ``numel`` elements for the time of the block; at least one."""
         idle = self.total if self._compute_waits() else max(self.total - self.others, 0.0)
         wanted = idle if idle >= 1 else self.total  # see [Note: Where no core is idle]
-        return _Loan(self, max(1, min(int(wanted), numel // _GRAIN)), idle)
+        return _Loan(self, max(1, min(int(wanted), numel // GRAIN)), idle)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy so many bytes between two addresses, by torch's threads; it counts as the update's work."""

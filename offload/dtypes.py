@@ -8,7 +8,7 @@ from offload import kernels
 
 BY_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-_KERNEL_DTYPES = {
+KERNEL_DTYPES = {
     torch.float32: kernels.Dtype.F32,
     torch.bfloat16: kernels.Dtype.BF16,
     torch.float16: kernels.Dtype.F16,
@@ -17,4 +17,4 @@ _KERNEL_DTYPES = {
 
 def kernel_dtype(dtype: torch.dtype) -> kernels.Dtype:
     """Return the kernels' name of ``dtype``."""
-    return _KERNEL_DTYPES[dtype]
+    return KERNEL_DTYPES[dtype]

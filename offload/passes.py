@@ -37,7 +37,8 @@ class Passes:
     """Made when neither model nor engine nor optimizer, all of which refer to this, is referred to any more."""
 
     def begin_use(self, unit: UnitSpec) -> bool:
-        self.failure.check()
+        if self.failure.first is not None:
+            self.failure.check()
         if self.checkpoints.is_due:
             self.checkpoints.pass_boundary()
         try:
@@ -99,11 +100,15 @@ class TrainingPasses(Passes):
         """A gradient of the coming step has come."""
 
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
-        with self.failure:
+        if self.failure.first is not None:
+            self.failure.check()
+        try:
             if self.speculative.of_unit:
                 self.speculative.invalidate(unit)
             self.fence.wait(unit)
             self.sink.take(unit, spec, gradient, 1.0 if scale is None else scale)
+        except FATAL as error:
+            self.failure.raise_first(error)
         if scale is None:
             self.progress.has_other_gradients = True
             if self.access.zeroing is Zeroing.DUE and self.access.own_gradients.of(spec) is None:
@@ -111,14 +116,16 @@ class TrainingPasses(Passes):
         if not self._backward_has_begun:
             self._backward_has_begun = True
             self.reporter.backward_begins()
-        self.policy.gradient_came(unit)
+        if self.policy.looks:
+            self.policy.gradient_came(unit)
 
     def end_backward(self, unit: UnitSpec) -> None:
         try:
             self.sink.close(unit)
         except FATAL as error:
             self.failure.raise_first(error)
-        self.policy.look()
+        if self.policy.looks:
+            self.policy.look()
 
     def end_part(self, unit: UnitSpec) -> None:
         try:

@@ -63,9 +63,9 @@ class HostRoom:
         """No device has anything."""
         return ON_HOST, ranks
 
-    def conditions(self, config: OffloadConfig, drive: Bandwidths) -> Conditions | None:
+    def conditions(self, config: OffloadConfig, drive: Bandwidths | None) -> Conditions | None:
         """Conditions under which steps are played."""
-        return Conditions(drive, clipped=config.gradient_clipping > 0)
+        return None if drive is None else Conditions(drive, clipped=config.gradient_clipping > 0)
 
     def compute_host_bytes(self, config: OffloadConfig, units: Sequence[UnitSpec], ranks: RanksPlan) -> int:
         """Host memory that compute takes beside the plan's: autograd makes a gradient in memory of its own before it
@@ -121,7 +121,7 @@ class DeviceRoom:
         tight = ranks.tight()
         return plan_device(dataclasses.replace(needs, ranks=tight), given, self.free_bytes), tight
 
-    def conditions(self, config: OffloadConfig, drive: Bandwidths) -> Conditions | None:
+    def conditions(self, config: OffloadConfig, drive: Bandwidths | None) -> Conditions | None:
         """None: what a link and a device do beside the drive is not known before the first step."""
         return None
 
@@ -136,14 +136,15 @@ class Room:
     """Room that a plan may take of a machine, measured or described.
 
     ``nvme_bytes`` bounds the records on NVMe; ``spare_bytes`` bounds them with their spare copies. ``compute`` is what
-    there is where the model computes, ``drive`` are the rates of what is under the paths.
+    there is where the model computes, ``drive`` are the rates of what is under the paths; None: no step is played, and
+    of the placements that fit the one of the least cost is taken.
     """
 
     host_bytes: int
     nvme_bytes: int
     spare_bytes: float
     compute: HostRoom | DeviceRoom = ON_CPU
-    drive: Bandwidths = ASSUMED_DRIVE
+    drive: Bandwidths | None = ASSUMED_DRIVE
 
 
 def plan_for(

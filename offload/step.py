@@ -21,6 +21,7 @@ from offload.interrupts import held_back
 from offload.model.activation_choice import FixedActivations
 from offload.model.backing import ParameterBacking, PiecewiseBacking
 from offload.model.hooks import Hooks
+from offload.model.under_way import touch
 from offload.optim.rule import Group
 from offload.passes import TrainingPasses
 from offload.progress import Progress
@@ -184,6 +185,7 @@ class Step:
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale all gradients so that their norm is at most ``max_norm``; the norm before."""
+        touch("looks at gradients")
         with self.failure:
             self.sink.settle()
         norm = self.verdict.norm()

@@ -213,9 +213,10 @@ def keeps_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return _unsafe_preserve_version_counter(tensor)
 
 
-def swap_memory(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
-    """Exchange what two storages look out on. Where ``can_swap_memory`` says so: torch >= 2.13."""
-    left._swap_data_ptr_(right)  # type: ignore[attr-defined]
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", lambda left, right: None
+)
+"""Exchange what two storages look out on. Where ``can_swap_memory`` says so: torch >= 2.13."""
 
 
 exchange_tensors: Callable[[torch.Tensor, torch.Tensor], None] = found(torch._C, "_swap_tensor_impl")
@@ -240,9 +241,10 @@ def can_swap_memory() -> bool:
     try:
         left, right = torch.zeros(4), torch.ones(4)
         view = left.view(2, 2).t()
+        found(torch.UntypedStorage, "_swap_data_ptr_")
         swap_memory(left.untyped_storage(), right.untyped_storage())
         return bool((view == 1).all()) and bool((right == 0).all())
-    except (AttributeError, RuntimeError, TypeError):
+    except (AttributeError, RuntimeError, TypeError, TorchUnsupported):
         return False
 
 

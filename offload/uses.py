@@ -35,7 +35,11 @@ class Windows(Protocol):
 
 class HostWindows:
     """Windows on host memory, over the place that a pin gives. Where somebody looks at it beyond the use, the memory is
-    left to the window, and the place goes on without it."""
+    left to the window, and the place goes on without it.
+
+    [Note: Windows that stay open] Memory of a unit that is resident by the plan is no other unit's before the engine's
+    end. Its window stays open over it from the first use on: it shows the weights to who looks there, as in PyTorch,
+    and a use has nothing to exchange. ``shut`` closes it."""
 
     def __init__(self, windows: Sequence[HostWindow], leave: Callable[[Pin[Any]], Callable[[], object]]) -> None:
         """``leave``: see ``WeightCache.leave_memory``."""
@@ -43,15 +47,23 @@ class HostWindows:
         self._leave = leave
 
     def open(self, pin: Pin[Any]) -> bool:
-        self._windows[pin.entry.unit.index].open(pin.place.address)
-        return pin.entry.state is not UnitState.PERMANENT
+        entry = pin.entry
+        self._windows[entry.unit.index].open((entry.place or pin.place).address)
+        return entry.state is not UnitState.PERMANENT
 
     def close(self, pin: Pin[Any]) -> None:
         window = self._windows[pin.entry.unit.index]
+        is_resident = pin.entry.state is UnitState.PERMANENT
         if window.gives_way:
             with held_back():
-                window.leave(self._leave(pin), is_copy=pin.entry.state is not UnitState.PERMANENT)
-        window.close()
+                window.leave(self._leave(pin), is_copy=not is_resident)
+        if not is_resident:
+            window.close()
+
+    def shut(self) -> None:
+        """The memory goes, but for what somebody looks at: that stays in the windows that keep it."""
+        for window in self._windows:
+            window.close()
 
 
 class DeviceWindows:
@@ -78,6 +90,9 @@ class DeviceWindows:
 class Clock(Protocol):
     """Clock of how long the model has computed, as far as the training thread's time does not tell."""
 
+    runs: bool
+    """``begin`` and ``end`` are to be called."""
+
     def begin(self, *, training: bool) -> None:
         """A use has begun: the weights of it, and of those around it, are there, or are waited for by the device."""
 
@@ -91,6 +106,8 @@ class Clock(Protocol):
 
 class HostClock:
     """The training thread computes."""
+
+    runs = False
 
     def begin(self, *, training: bool) -> None:
         pass
@@ -108,6 +125,8 @@ class DeviceClock:
     [Note: How far the host runs ahead] A device's queue holds about a thousand launches. Who launches into a full one
     waits with the interpreter's lock, and the threads that update, copy and tell that this rank lives wait with it. So
     before a use the host waits, without that lock, for the end of the use some uses before."""
+
+    runs = True
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -160,13 +179,14 @@ class Uses:
         step will follow."""
         index = unit.index
         pin = self._pins[index]
-        if self._open:  # what compute waits for from here on is no work of the use around
+        if self._clock.runs and self._open:  # what compute waits for from here on is no work of the use around
             self._clock.end()
         try:
             self._open[index] = 0.0
             pin.take(training=training)
             is_copy = self._windows.open(pin)
-            self._clock.begin(training=training)
+            if self._clock.runs:
+                self._clock.begin(training=training)
             self._open[index] = perf_counter()
         except BaseException:  # a failed fetch, or an interrupt: nobody will end this use
             self.end(unit)
@@ -183,7 +203,7 @@ class Uses:
             start = self._open.pop(unit.index, 0.0)
             if start:
                 self._trace.over("compute", unit.name, start)
-            if not self._open:
+            if self._clock.runs and not self._open:
                 self._clock.end()
 
     def busy_seconds(self) -> float | None:

@@ -47,16 +47,17 @@ class Failure:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         """Guards both below. Innermost: nothing else is taken while it is held."""
-        self._error: BaseException | None = None
+        self.first: BaseException | None = None
+        """The first error, if there was one."""
         self._listeners: list[Callable[[], object]] = []
         _failures.add(self)
 
     def record(self, error: BaseException) -> BaseException:
         """Keep ``error`` unless there was one before it; returns the one that is kept."""
         with self._lock:
-            first = self._error or error
-            listeners = self._listeners if self._error is None else []
-            self._error = first
+            first = self.first or error
+            listeners = self._listeners if self.first is None else []
+            self.first = first
         for listener in listeners:
             listener()
         return first
@@ -65,24 +66,19 @@ class Failure:
         """Have ``listener`` called once, in any thread, when there is a first error: at once if there was one."""
         with self._lock:
             self._listeners = [*self._listeners, listener]
-            is_known = self._error is not None
+            is_known = self.first is not None
         if is_known:
             listener()
 
     @property
-    def first(self) -> BaseException | None:
-        """The first error, if there was one."""
-        return self._error
-
-    @property
     def is_known(self) -> bool:
         """There was an error."""
-        return self._error is not None
+        return self.first is not None
 
     def check(self) -> None:
         """Raise the first error, if there was one."""
-        if self._error is not None:
-            raise self._error
+        if self.first is not None:
+            raise self.first
 
     def raise_first(self, error: BaseException) -> NoReturn:
         """Keep ``error`` unless there was one before it, and raise the first."""
@@ -106,7 +102,7 @@ def _fail_in_child() -> None:
     for failure in list(_failures):
         failure._lock = threading.Lock()  # another thread may have held it
         failure._listeners = []
-        failure._error = OffloadError(
+        failure.first = OffloadError(
             "the engine belongs to the process that made it, and this one was forked from it: use the model there, or "
             "start this process without it (DataLoader workers need the data alone)"
         )
@@ -120,25 +116,25 @@ class _OfThread(threading.local):
     """Name of the optimizer whose own step this thread runs, over one parameter; empty if it runs none."""
 
 
-_of_thread = _OfThread()
+of_thread = _OfThread()
 
 
 @contextlib.contextmanager
 def within_step_of(optimizer: str) -> Iterator[None]:
     """Run the step of a user's optimizer over one parameter: it may not look at others of the model, whose updates may
     wait for it (``refuse_within_step``)."""
-    before, _of_thread.stepping = _of_thread.stepping, optimizer
+    before, of_thread.stepping = of_thread.stepping, optimizer
     try:
         yield
     finally:
-        _of_thread.stepping = before
+        of_thread.stepping = before
 
 
 def refuse_within_step() -> None:
     """Raise ``ConfigError`` if this thread takes the step of a user's optimizer."""
-    if _of_thread.stepping:
+    if of_thread.stepping:
         raise ConfigError(
-            f"optimizer {_of_thread.stepping} cannot run one parameter at a time: its step looks at a parameter of the "
+            f"optimizer {of_thread.stepping} cannot run one parameter at a time: its step looks at a parameter of the "
             "model beside the one that it is given"
         )
 

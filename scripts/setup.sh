@@ -119,14 +119,43 @@ print(*needed(), sep="\n")
   )
 }
 
-# No dependency may bring another torch than the one that is there. The tools stay in .venv: what they compile serves the
-# next build, too.
-install_project() {
-  say "building and installing the project"
+# What the project depends on, with all extras.
+libraries() {
+  "$venv/bin/python" - "$root/pyproject.toml" <<'PY'
+import sys
+from pathlib import Path
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
+found = sum(project["optional-dependencies"].values(), project["dependencies"])
+print(*(each for each in found if not each.startswith(project["name"])), sep="\n")
+PY
+}
+
+# Compile while libraries are installed. The tools stay in .venv: what they compile serves every build. The objects are all that
+# is wanted; should one not compile, the installation says why. Until then no second set-up begins: this holds the lock, too.
+compile_meanwhile() {
+  install_build_tools || fail "the tools of the build could not be installed; the reason is above"
+  pip wheel --no-deps --no-build-isolation --wheel-dir "$venv/compiled" "$root" >/dev/null 2>&1 &
+  compiling=$!
+}
+
+# No dependency may bring another torch than the one that is there.
+install_libraries() {
+  say "compiling, and installing libraries"
   { printf 'torch==%s\n' "$(torch_version "$venv/bin/python")" && compiler_version; } >"$venv/constraints.txt"
-  install_build_tools &&
-    pip install --no-build-isolation --check-build-dependencies --constraint "$venv/constraints.txt" \
-      --editable "$root[dev]" || fail "the project could not be built; the reason is above"
+  libraries | pip install --constraint "$venv/constraints.txt" --requirement /dev/stdin ||
+    fail "libraries could not be installed; the reason is above"
+}
+
+install_project() {
+  wait "$compiling" || true
+  rm -rf "$venv/compiled"
+  say "installing the project"
+  pip install --no-build-isolation --check-build-dependencies --constraint "$venv/constraints.txt" \
+    --editable "$root[dev]" || fail "the project could not be built; the reason is above"
 }
 
 # What the installation was made from. Editable Python sources count by name only.
@@ -140,7 +169,7 @@ fingerprint() {
 }
 
 main() {
-  local python log stamp
+  local python log stamp compiling
   python=$(find_python) || exit 1
   stamp=$(fingerprint | sha256sum)
   if [[ -x $venv/bin/offload && $(cat "$venv/stamp" 2>/dev/null) == "$stamp" ]]; then return; fi
@@ -149,7 +178,9 @@ main() {
   log=$(mktemp)
   install_packages
   make_venv
+  compile_meanwhile
   install_torch
+  install_libraries
   install_project
   fingerprint | sha256sum >"$venv/stamp"
   rm -f "$log"

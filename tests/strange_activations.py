@@ -350,6 +350,17 @@ def _seed() -> None:
     numpy.random.seed(0)
 
 
+def _drop_graphs(model: Model) -> None:
+    """Leave what the model keeps of its graphs: a backward of some inputs frees only what the nodes have saved that
+    ran, and in PyTorch the rest lives as long as somebody holds the graph."""
+    model.__dict__.pop("kept", None)
+    model.__dict__.pop("losses", None)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                del module.__dict__[name]
+
+
 def run(program: Program, mode: str | None, place: str, folder: Path) -> Found:
     """Train the program's model: by PyTorch alone, or in a mode, in RAM or on NVMe."""
     found = Found()
@@ -383,8 +394,7 @@ def run(program: Program, mode: str | None, place: str, folder: Path) -> Found:
     finally:
         if engine is not None:
             pools = engine._session.parts.activations.pools
-            model.__dict__.pop("kept", None)
-            model.__dict__.pop("losses", None)
+            _drop_graphs(model)
             if found.error is None:
                 for pool in pools:
                     pool.drain()

@@ -129,6 +129,7 @@ class OnHost:
 
     def _uses(self, base: Base, level: HostLevel | GatherLevel) -> Uses:
         windows = HostWindows(self._windows, level.cache.leave_memory)
+        base.closers.callback(windows.shut)
         return Uses(base.run.units, level, windows, HostClock(), base.meter)
 
     def _exchange_memory(self, base: Base) -> ExchangeMemory:

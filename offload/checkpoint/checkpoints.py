@@ -8,18 +8,16 @@ returns: random generators, and registered objects that are iterated over.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
-import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offload.access import ExternalAccess
+from offload.checkpoint import program_end
 from offload.checkpoint.every_rank import on_every_rank
 from offload.checkpoint.native.commit import Committer, Publication
 from offload.checkpoint.native.description import Description
@@ -41,7 +39,6 @@ from offload.checkpoint.run_state import RunState, TakeGradients
 from offload.checkpoint.saved_steps import SavedSteps
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
-from offload.ranks.ranks import program_error
 from offload.tiers.gradients.last_step import LastGradients
 from offload.tiers.gradients.sink import GradientSink
 from offload.tiers.store import EngineStore, RecordExtents
@@ -51,7 +48,6 @@ from offload.update.step import UnitUpdate
 from swapper import OffloadError, StorageError, open_store
 
 _log = logging.getLogger("offload")
-_open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
 
 class Checkpoints:
@@ -85,13 +81,12 @@ class Checkpoints:
         self._objects: list[Any] = []
         self._identity = RunIdentity()
         self.is_due = False
-        """A step waits for its boundary, to be committed."""
+        """A step waits for its boundary, to be committed; or the first forward is to warn of what it replaces."""
         self._feed: dict[str, Any] | None = None
         """Source of batches, as it was when the last step returned. Known with ``durable`` only."""
         self._signals = Signals()
         self._committed_step = 0
         self.saved = SavedSteps(config, run.progress)
-        self._is_over = False
         self._records = EngineRecords(units, access, config.gradient_dtype)
         self._units_described: dict[str, tuple[SavedUnits, int]] = {}
         """Units as they are saved, and how many checksums of what is in files were known then."""
@@ -100,14 +95,12 @@ class Checkpoints:
             log = UpdateLog(units, access.homes, records, last_gradients, access.layout.formats.grads)
             committer = Committer(opened, self._records, records, log, publication, speculative=speculative)
             self.generations = Generations(committer, config, access.ranks)
-        _open.add(self)
+        program_end.watch(self)
         if config.durable:
             self._signals.watch()
-        if config.durable and (committed := self._committed()) is not None:
-            warn(
-                f"nvme_path holds step {committed.run['step']} of an earlier run: engine.load_checkpoint() goes on "
-                "from it, and without that the first commit replaces it"
-            )
+        self._unclaimed = self._committed() if config.durable else None
+        """An earlier run's last step, that nobody has gone on from yet."""
+        self.is_due = self._unclaimed is not None
 
     def register(self, objects: Iterable[Any]) -> None:
         """Objects with ``state_dict`` and ``load_state_dict`` are saved and restored with every checkpoint."""
@@ -132,9 +125,17 @@ class Checkpoints:
         """The first call into the engine after a step: commit it, if that is due."""
         if self._config.durable:
             self._signals.watch()
-        if self.is_due:
+        if self._unclaimed is not None:
+            warn(
+                f"nvme_path holds step {self._unclaimed.run['step']} of an earlier run: engine.load_checkpoint() goes "
+                "on from it, and without that the first commit replaces it"
+            )
+        elif self.is_due:
             self.generations.commit(self._describe_step)
-        self.is_due = False
+        self._claim()
+
+    def _claim(self) -> None:
+        self._unclaimed, self.is_due = None, False
 
     def _describe_step(self, updates: Sequence[LoggedUpdate] = ()) -> bytes:
         """Describe what the last step has left, without what came after it; ``updates`` are logged."""
@@ -149,15 +150,17 @@ class Checkpoints:
         failed, and a checkpoint that is on its way is finished, unless a signal ends the run. After Ctrl-C a line says
         what is kept. Raises what it has failed with. Safe to call twice."""
         generations, self.generations = self.generations, NoGenerations()
-        is_first, self._is_over = not self._is_over, True
         try:
             generations.finish(self._last_step, give_up=self._signals.came)
-            steps = self._run.progress.global_step
-            if isinstance(error, KeyboardInterrupt) and is_first and steps and self._ranks.rank == 0:
-                print(f"offload: interrupted after step {steps}: {self.saved.left}", file=sys.stderr, flush=True)
+            program_end.leave(self, error, self.saved.left if self._ranks.rank == 0 else "")
         finally:
             self._identity.release()
             self._signals.restore()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the run has taken."""
+        return self._run.progress.global_step
 
     def _last_step(self) -> bytes | None:
         """The last step, if it is not committed."""
@@ -223,6 +226,8 @@ class Checkpoints:
                 "load_checkpoint() without a directory goes on from what a run with durable=k has committed under "
                 "nvme_path. Give the directory of save_checkpoint, or make the engine with nvme_path and durable"
             )
+        if self._unclaimed is not None:
+            self._claim()
         opened = self._opened
         if opened is None:
             return None
@@ -435,14 +440,3 @@ def _is_iterated(item: Any) -> bool:
 
 def _no_gradients(known: dict[str, list[float]]) -> None:
     return None
-
-
-def _finish_all() -> None:
-    """The program ends without having closed its engines."""
-    for checkpoints in list(_open):
-        with contextlib.suppress(Exception):  # an engine that has failed has nothing to commit
-            checkpoints.finish(program_error())
-
-
-os.register_at_fork(after_in_child=_open.clear)  # they are the parent's
-atexit.register(_finish_all)  # before the calls of ``offload.closing``, which was imported first

@@ -32,8 +32,7 @@ class SavedSteps:
         if self._config.durable:
             return f"step {step} is committed under {self._config.paths[0]}: engine.load_checkpoint() goes on from it"
         if not self._where:
-            return (
-                f"none of its {step} steps is saved. With durable=1, or engine.save_checkpoint(dir) in the loop, "
-                "a run goes on where it was"
-            )
-        return f"step {self._step} is in {self._where}" + (f"; {lost} steps since are not saved" if lost else "")
+            unsaved = "its only step is not saved" if step == 1 else f"none of its {step} steps is saved"
+            return f"{unsaved}. With durable=1, or engine.save_checkpoint(dir) in the loop, a run goes on where it was"
+        since = {0: "", 1: "; the step since is not saved"}.get(lost, f"; {lost} steps since are not saved")
+        return f"step {self._step} is in {self._where}{since}"

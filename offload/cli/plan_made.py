@@ -133,6 +133,7 @@ def _described(asked: Asked, gpu: str, cores: float | None = None) -> Machine:
 
 def _with_this_gpu(asked: Asked) -> Machine:
     """This machine with its first GPU. Raises ``ConfigError`` for one whose data sheet is not known."""
+    from offload.predict.measurements import Measurements
     from offload.predict.probe import drive_rates
 
     name = torch.cuda.get_device_name(0)
@@ -147,20 +148,29 @@ def _with_this_gpu(asked: Asked) -> Machine:
     machine = _described(asked, gpu, host_cores().available)
     if not asked.paths or asked.drives:
         return machine
-    rates, how = drive_rates(asked.paths)
+    with Measurements(teller(to_programs=asked.given["json"])) as kept:
+        rates, how = drive_rates(asked.paths, measurements=kept)
     line = f"NVMe reads {rates.read / 1e9:,.2f} and writes {rates.write / 1e9:,.2f} GB/s ({how})"
     return replace(machine, nvme=rates, nvme_bytes=_free_on(asked.paths), assumptions=(*machine.assumptions, line))
 
 
 def _with_this_cpu(model: Model, workload: Workload, asked: Asked) -> Machine:
+    from aio_ext.profile import file_system_key
+    from offload.predict.measurements import Measurements
     from offload.predict.overhead import record_seconds, unit_seconds
     from offload.predict.probe import probe
 
     check_paths(asked.paths)
-    host_bytes = 0 if asked.takes_least else asked.host_bytes
-    machine = probe(asked.paths, model, workload, host_bytes=host_bytes, drives=nvme_of(asked.drives, 1))
-    of_record = record_seconds(asked.paths[0]) if asked.paths else 0.0
-    machine = replace(machine, unit_seconds=unit_seconds(), record_seconds=of_record)
+    host_bytes, drives = 0 if asked.takes_least else asked.host_bytes, nvme_of(asked.drives, 1)
+    with Measurements(teller(to_programs=asked.given["json"])) as kept:
+        machine = probe(asked.paths, model, workload, host_bytes=host_bytes, drives=drives, measurements=kept)
+        of_record = 0.0
+        if asked.paths:
+            path = asked.paths[0]
+            of_record = kept.of(f"a record on {file_system_key(path)}", lambda: record_seconds(path))
+        machine = replace(machine, unit_seconds=kept.of("a unit", unit_seconds), record_seconds=of_record)
+    if kept.origin is not None:
+        machine = replace(machine, assumptions=(*machine.assumptions, kept.origin))
     if asked.drives:
         machine = replace(machine, nvme_bytes=sum(drive.nbytes for drive in asked.drives))
     if asked.compute is not None:

@@ -30,8 +30,9 @@ for Adam; an F32 gradient adds 2, a second state less takes off 8, 4 or 2. (INT8
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from operator import or_
 from typing import NamedTuple
 
 from offload.native_optimizers import Coef
@@ -89,12 +90,22 @@ class OnHost:
         self._threads = threads
 
     def __call__(self, name: str) -> Kernel:
-        return partial(self._run, getattr(_kernels, name))
+        return partial(self._run, name)
 
-    def _run(self, kernel: Callable[..., None], sweep: Sweep) -> None:
-        with self._threads(sweep.numel) as num_threads:
-            check_numel(sweep.numel, num_threads)
-            kernel(*sweep, num_threads)
+    @contextlib.contextmanager
+    def lend(self, numel: int) -> Iterator[Native]:
+        """Run kernels over so many elements in all, within the block, by the threads for them."""
+        with self._threads(numel) as num_threads:
+            check_numel(numel, num_threads)
+            yield lambda name: partial(_run, getattr(_kernels, name), num_threads)
+
+    def _run(self, name: str, sweep: Sweep) -> None:
+        with self.lend(sweep.numel) as native:
+            native(name)(sweep)
+
+
+def _run(kernel: Callable[..., None], num_threads: int, sweep: Sweep) -> None:
+    kernel(*sweep, num_threads)
 
 
 on_host = OnHost()
@@ -127,19 +138,23 @@ def update(
              or a GPU, whose memory all addresses are then of (``gpu.py``).
     Raises:  ``ValueError`` for an impossible address, count or combination. Nothing has been written in that case.
     """
-    check_numel(numel)
-    check_numbers("grad", grad, grad_dtype, numel)
-    master, weight_format = _check_weight(numel, weight, weight_dtype, rest, master)
-    if moments_dtype is Dtype.F16:
-        raise ValueError("states are F32, BF16 or INT8: the range of F16 is too small for squares of gradients")
     names = coef.states
     addresses, scales = [0, 0, 0], [0, 0, 0]
     for index, name in enumerate(names):
-        addresses[index] = address = states.pop(name, 0)
-        scales[index] = scale = states.pop(f"{name}_scale", 0)
-        check_address(name, address, moments_dtype.itemsize, numel)
-        if moments_dtype is Dtype.INT8:
-            check_address(f"{name}_scale", scale, 4, numel)
+        addresses[index], scales[index] = states.pop(name, 0), states.pop(f"{name}_scale", 0)
+    given = [grad, weight, rest or grad, master or grad, *addresses[: len(names)]]
+    are_words = min(given) > 0 and not reduce(or_, given) & 3
+    if not (are_words and numel > 0 and Dtype.INT8 not in (grad_dtype, weight_dtype, moments_dtype)):
+        check_numel(numel)  # each small unit passes this by
+        check_numbers("grad", grad, grad_dtype, numel)
+        check_numbers("weight", weight, weight_dtype, numel)
+        for index, name in enumerate(names):
+            check_address(name, addresses[index], moments_dtype.itemsize, numel)
+            if moments_dtype is Dtype.INT8:
+                check_address(f"{name}_scale", scales[index], 4, numel)
+    if moments_dtype is Dtype.F16:
+        raise ValueError("states are F32, BF16 or INT8: the range of F16 is too small for squares of gradients")
+    master, weight_format = _weight_format(numel, weight, weight_dtype, rest, master)
     if states:
         raise ValueError(f"{coef.kernel} has no states {', '.join(states)}: it has {', '.join(names) or 'none'}")
     kernel = native(coef.kernel)
@@ -151,9 +166,8 @@ def update(
     )  # fmt: skip
 
 
-def _check_weight(numel: int, weight: int, weight_dtype: Dtype, rest: int, master: int) -> tuple[int, int]:
+def _weight_format(numel: int, weight: int, weight_dtype: Dtype, rest: int, master: int) -> tuple[int, int]:
     """Return the address of the fp32 master (0 for a split one) and the weight format."""
-    check_numbers("weight", weight, weight_dtype, numel)
     if master and rest:
         raise ValueError("give master or rest, not both")
     if master:

@@ -135,6 +135,8 @@ class OffloadedTensors(SavedTensors):
             and tensor.device == self._pool.copies.device
             and not tensor.is_complex()
             and not tensor.is_quantized
+            and not tensor.is_neg()  # its bytes are those of another tensor
+            and not tensor._is_zerotensor()  # it has none
         )
 
     def _known(self, tensor: torch.Tensor) -> Shared | None:

@@ -25,7 +25,8 @@ _Known = tuple[list[Any], list[int]]
 
 
 class Attributes:
-    """Compares modules with what they were when they were looked at last: by identity, and containers by length.
+    """Compares modules with what they were when they were looked at last: by identity, containers by length, and
+    parameters by what is to be trained.
 
     Between two uses of units, only modules of the units around may have changed, and those that are in none.
     """
@@ -75,6 +76,7 @@ class Attributes:
         out."""
         values = [value for name, value in module.__dict__.items() if name not in _DERIVED]
         lengths = [len(value) for value in values if type(value) in _CONTAINERS]
+        lengths += [value.requires_grad for value in module._parameters.values() if value is not None]
         values += module._buffers.values()
         values += [value for value in module._parameters.values() if id(value) not in self._of_engine]
         return values, lengths

@@ -23,6 +23,7 @@ from offload.model.handle_backing import Backing, BackingOfParameter, Memory, Vi
 from offload.model.leaves import Leaves, flatten
 from offload.model.onlookers import add_onlooker, forget_onlooker, leave_onlookers
 from offload.model.strides import say_strides
+from offload.model.under_way import touch
 from offload.model.written import refuse_receiving, wait_for_writes, written_by
 from offload.torch_internals import (
     autograd_gradient,
@@ -141,7 +142,10 @@ class Handle(torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The gradient, wherever it is stored. Of what is no parameter of the model it is autograd's own."""
-        return self._backing.gradient if self._is_managed else autograd_gradient.__get__(self)  # type: ignore[no-any-return]
+        if not self._is_managed:
+            return autograd_gradient.__get__(self)  # type: ignore[no-any-return]
+        touch("looks at gradients")
+        return self._backing.gradient  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -150,6 +154,7 @@ class Handle(torch.Tensor):
             return
         if value is not None:
             check_gradient(self, value)
+        touch("sets gradients")
         self._backing.gradient = value
 
     @property
@@ -227,6 +232,8 @@ class Handle(torch.Tensor):
                 f"parameter {self._backing.name} was not to be trained when the engine was made, so that there is no "
                 "room for its gradient and states. Make the engine while it requires grad, and freeze it then."
             )
+        if self._is_managed and value != self.requires_grad:
+            touch("freezes or thaws parameters")
         requires_grad.__set__(self, value)
         with itself():
             for parameter in self._backing.in_use if self._is_managed else ():

@@ -9,6 +9,11 @@ from functools import partial
 from offload.model.unit_in_model import Call, CallsOfUnit, UnitInModel
 from offload.torch_internals import graph_task, when_backward_ends
 
+TWO_THREADS = (
+    "two threads run the model at once, and the engine brings weights in for one: give each thread its turn (a "
+    "threading.Lock around forward and backward)"
+)
+
 
 class HookContext:
     """One micro-batch's way through the model. Ordinarily there is one context, and all calls are in it.
@@ -36,10 +41,6 @@ class HookContext:
         self.gradient_scale: float | None = None
         """Factor that gradients of the engine's own backward, if it is under way, are still to be multiplied by."""
         self._saved: list[tuple[UnitInModel, CallsOfUnit]] = []
-
-    def begin_call(self, unit: UnitInModel) -> None:
-        self.in_forward.append(unit)
-        self.num_calls += 1
 
     def await_end(self, close: Callable[[int], None]) -> int:
         """The graph task that this thread is in, whose end calls ``close`` with it."""

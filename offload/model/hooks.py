@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -19,17 +18,21 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.model.aliases import Alias
+from offload.model.habits import TOGETHER
 from offload.model.handle import Handle
-from offload.model.hook_context import HookContext
+from offload.model.hook_context import TWO_THREADS, HookContext
 from offload.model.installed_hooks import HookOfModel, InstalledHooks
 from offload.model.listeners import Interleaving, Listener
 from offload.model.outputs import first_node, own_copy, tensors_in
 from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
+from offload.model.under_way import touch
 from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays
 from offload.torch_internals import (
+    autograd_gradient,
     graph_task,
     in_module_call,
+    itself,
     map_leaves,
     next_sequence_number,
     num_listening_modes,
@@ -39,8 +42,6 @@ from offload.units import ParameterSpec
 from swapper import OffloadError
 
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
-
-_TOGETHER = "engine.together()"
 
 
 def _take_gradient(
@@ -137,12 +138,12 @@ class Hooks:
     def check_idle(self) -> None:
         """Raise ``OffloadError`` if the model runs, or micro-batches are under way."""
         if self._turns is not None:
-            raise OffloadError(f"{_TOGETHER} within a micro-batch of another one: give it all of them at once")
+            raise OffloadError(f"{TOGETHER} within a micro-batch of another one: give it all of them at once")
         self._enter(forward=True)
         if self.context.open and graph_task() == -1:
             self._close_failed()
         if self.context.in_forward or self.context.open or any(unit.num_holds for unit in self.units):
-            raise OffloadError(f"{_TOGETHER} within a forward or backward of the model: call it in the training loop")
+            raise OffloadError(f"{TOGETHER} within a forward or backward of the model: call it in the training loop")
 
     def begin_turns(self, turns: Interleaving) -> HookContext:
         """``turns`` says from now on which context computes. The one that does now."""
@@ -181,10 +182,13 @@ class Hooks:
         if self._turns is not None or graph_task() != -1 or in_module_call():
             return False
         self.reset()
-        for unit in self.units:
-            for parameter in unit.parameters:
-                unit.take_gradient(parameter)
-        for handle in self._parameters.values():
+        of_autograd = autograd_gradient.__get__
+        with itself():  # units may rest
+            left = [(unit, item) for unit in self.units for item in unit.parameters if of_autograd(item) is not None]
+            of_handles = [handle for handle in self._parameters.values() if of_autograd(handle) is not None]
+        for unit, parameter in left:
+            unit.take_gradient(parameter)
+        for handle in of_handles:
             if isinstance(handle, Handle):  # and nothing that a user has put in its place
                 handle.take_autograd_gradient()
         return True
@@ -225,7 +229,10 @@ class Hooks:
     def _enter_unseen(self, unit: UnitInModel) -> None:
         """Modes around the call do not see what is done here: one of a checkpoint's policy would expect the same
         operations when the call is recomputed."""
-        with unseen() if num_listening_modes() else nullcontext():
+        if not num_listening_modes():
+            self._enter_forward(unit)
+            return
+        with unseen():
             self._enter_forward(unit)
 
     def _enter_forward(self, unit: UnitInModel) -> None:
@@ -244,7 +251,8 @@ class Hooks:
             self._begin_use(unit)
         self._serial += 1
         unit.call = call = Call(unit, context, get_ident(), self._serial, next_sequence_number())
-        context.begin_call(unit)
+        context.in_forward.append(unit)
+        context.num_calls += 1
         unit.show_parameters()
         unit.begin_address = unit.window.flat.data_ptr()
         unit.end_address = unit.begin_address + unit.nbytes
@@ -258,8 +266,8 @@ class Hooks:
             output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
             leaves = tensors_in(output)
         call = self._leave_forward(unit)
-        if self._turns is not None or not call.has_saved:  # else a node that asks for a weight is early enough
-            self._watch(call, leaves)
+        if self._turns is not None or not call.has_saved or call.has_left_parameters:
+            self._watch(call, leaves)  # else a node that asks for a weight is early enough
         return output
 
     def _watch(self, call: Call, leaves: Sequence[torch.Tensor]) -> None:
@@ -274,11 +282,10 @@ class Hooks:
         """A thread begins to use a unit. Raises ``OffloadError`` while another one uses some."""
         thread, context = get_ident(), self.context
         if thread != context.thread:
+            if forward and self._turns is None and torch.is_grad_enabled():
+                touch("trains another engine's model")
             if context.in_forward or self._turns is not None or (context.open and self._one_thread):
-                raise OffloadError(
-                    "two threads run the model at once, and the engine brings weights in for one: give each thread its "
-                    "turn (a threading.Lock around forward and backward)"
-                )
+                raise OffloadError(TWO_THREADS)
             if forward or self._one_thread:
                 context.thread = thread
 
@@ -301,7 +308,9 @@ class Hooks:
         unit.num_users -= 1
         try:
             if unit.num_users == 0 or self._turns is not None:  # others would use what one has changed
-                self._pass_on_writes(unit)
+                writes = unit.own_writes.end()
+                if writes:
+                    self._pass_on(unit, writes)
         finally:
             if unit.num_users > 0:
                 if self._turns is not None:
@@ -311,9 +320,9 @@ class Hooks:
             else:
                 self._release(unit)
 
-    def _pass_on_writes(self, unit: UnitInModel) -> None:
-        found = [(unit.watched[index], value, other) for index, value, other in unit.own_writes.end()]
-        if found and self._turns is not None:
+    def _pass_on(self, unit: UnitInModel, writes: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]) -> None:
+        found = [(unit.watched[index], value, other) for index, value, other in writes]
+        if self._turns is not None:
             self._turns.changed(unit)
         self._listener.changed_in_use(unit.spec, [(spec, value) for spec, value, other in found if other is None])
         for spec, value, other in found:
@@ -393,20 +402,19 @@ class Hooks:
         self._enter(forward=False)
         if call.context is not context:
             raise OffloadError(
-                f"{_TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
+                f"{TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
                 "Call the backward within the function whose forward it belongs to"
             )
         task = context.await_end(self.close_backward)
         for entry in context.come_to(call, goes_on=self._turns is None):  # else it waits for its turn at each call
             self._leave_backward(entry)
-        begins = all(entry[0] is not unit for entry in context.open)
-        if begins:
+        if all(entry[0] is not unit for entry in context.open):
             if not unit.in_backward and unit.forward_depth == 0:
                 self._begin_use(unit)
             unit.in_backward = True
             context.open.append((unit, call.start, task))
         if self._turns is not None:
-            self._turns.opened(unit, call.start, begins=begins)
+            self._turns.opened(unit, call.start)
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""

@@ -9,10 +9,12 @@ weights, which stay as they are, the sums of gradients, and the random generator
 a unit when those before it have begun theirs, so that gradients are added in the order of the loop. Where units are
 nested in it, such as experts, of which each micro-batch uses others, it waits once more before it gives a parameter of
 the unit a gradient. Once one draws random numbers in its forward, or changes weights there, it goes on alone to its
-end, and so does the next: that is the loop. The first forward of all runs alone, so that this is known before another
-one begins: what a model remembers of one forward (the state of a recurrent net) would be read by the next one before
-anything shows that it was changed. What has come in another order all the same is an error. None of it depends on the
-micro-batches using the same units in the same order; only the traffic that is saved does.
+end, and so does the next: that is the loop. So it is with one that goes backward several times, or looks at gradients,
+writes to weights or trains another engine's model between its forward and its end. The first call of all runs alone, so
+that this is known before another one begins: what a model remembers of one forward (the state of a recurrent net) would
+be read by the next one before anything shows that it was changed. What has come in another order all the same is an
+error. None of it depends on the micro-batches using the same units in the same order; only the traffic that is saved
+does.
 
 [Note: Why nothing hangs] One thread computes at any moment until all are over. Who stops to compute, by waiting or by
 its end, says who goes on; the first micro-batch that is not over may always. After an error each of the others ends at
@@ -27,16 +29,17 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from offload.errors import warn
 from offload.model.attributes import Attributes
 from offload.model.draws import random_states
+from offload.model.habits import TOGETHER, Habits
 from offload.model.hook_context import HookContext
 from offload.model.surroundings import Surroundings
+from offload.model.under_way import in_thread
 from offload.model.unit_in_model import UnitInModel
+from offload.torch_internals import graph_task
 from offload.units import ParameterSpec
 from swapper import OffloadError
 
-_TOGETHER = "engine.together()"
 _SLICE_S = 0.1
 
 
@@ -66,34 +69,6 @@ class Place:
         return self.backward, -self.unit.spec.index if self.backward else self.unit.spec.index
 
 
-@dataclass
-class Habits:
-    """Habits of the function that micro-batches run, from one call to the next."""
-
-    takes_turns: bool = False
-    """Its forward draws random numbers, for example: each micro-batch runs after the other, as in a loop."""
-    draws_first: bool = False
-    """It has drawn some before it used the model, and none later."""
-    are_seen: bool = False
-    """A forward has run alone: the first of all."""
-    _has_warned: bool = False
-
-    def take_turns(self, reason: str) -> None:
-        """Have each micro-batch run after the other from now on, and say why, once."""
-        if not self.takes_turns:
-            self.takes_turns = True
-            self.say(reason)
-
-    def say(self, reason: str) -> None:
-        """Warn, once, that micro-batches run one after the other."""
-        if not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"{_TOGETHER}: {reason}. So micro-batches run one after the other, as in a loop: the same numbers, and "
-                "weights are read for each of them"
-            )
-
-
 class Ended(BaseException):
     """Ends a micro-batch because of another one's error. No ``Exception``: the user's code is not to handle it."""
 
@@ -118,7 +93,7 @@ class MicroBatch:
     calls: dict[UnitInModel, set[int]] = field(default_factory=dict)
     """Beginning of each call of a unit, of those whose backward is to come."""
     given: set[ParameterSpec] = field(default_factory=set)
-    """Parameters that it gave a gradient since the last backward of their unit began."""
+    """Parameters that it gave a gradient."""
     is_one: bool = True
     """False: there was none left for it."""
     result: Any = None
@@ -233,7 +208,6 @@ class MicroBatches:
                 "autocast keeps its casts for all threads in one place (precision=, or autocast's cache_enabled=False, "
                 "keep none)"
             )
-        self.habits.are_seen |= backward
         own.place = Place(unit, backward)
         self._pause(own)
         own.used.add(unit)
@@ -253,10 +227,8 @@ class MicroBatches:
     def left(self, unit: UnitInModel, start: int) -> None:
         self._own.calls.setdefault(unit, set()).add(start)
 
-    def opened(self, unit: UnitInModel, start: int, *, begins: bool) -> None:
+    def opened(self, unit: UnitInModel, start: int) -> None:
         self._own.calls.get(unit, set()).discard(start)
-        if begins:
-            self._own.given.difference_update(unit.spec.parameters)
 
     def is_awaited(self, unit: UnitInModel) -> bool:
         return any(each.place is not None and each.place.unit is unit for each in self._in_stage(Stage.WAITING))
@@ -269,6 +241,8 @@ class MicroBatches:
             own.place, own.gives = Place(unit, backward=True), spec
             self._pause(own)
             own.gives = None
+        if spec in own.given:
+            self._run_one_by_one(f"the function gives {spec.name} several gradients (two backwards?)")
         own.given.add(spec)
         last = self._last_giver.get(spec, -1)
         if own.index < last:
@@ -284,11 +258,20 @@ class MicroBatches:
             if other is not own and other.stage is not Stage.OVER and unit in other.used:
                 self._refuse_order(own, other.index, f"has changed weights of {unit.spec.name}")
 
+    def touched(self, what: str) -> None:
+        if self.hooks.context.in_forward or graph_task() != -1:
+            return  # in its place: see ``changed`` and ``gradient``
+        own = self._own
+        self._run_one_by_one(f"the function {what}")
+        for other in self._all:
+            if other.stage is not Stage.OVER if other.index < own.index else other.index > own.index and other.used:
+                self._refuse_order(own, other.index, what)
+
     def refuse_others(self, what: str) -> None:
         others = [each for each in self._all if each.stage is not Stage.OVER]
         if len(others) > 1 or self._there_may_be_more:
             raise OffloadError(
-                f"{_TOGETHER}: {what} comes within one micro-batch, while others are under way. It belongs after the "
+                f"{TOGETHER}: {what} comes within one micro-batch, while others are under way. It belongs after the "
                 "call: micro-batches add to one step"
             )
 
@@ -358,7 +341,7 @@ class MicroBatches:
             self._wait_for_turn(own)
             own.stage = Stage.COMPUTING
             try:
-                with self.surroundings.entered():
+                with self.surroundings.entered(), in_thread(self):
                     self._call(own)
                 self._look_for_draws(own)
                 self._look_for_changes(own)
@@ -378,6 +361,7 @@ class MicroBatches:
 
     def _end(self, own: MicroBatch) -> None:
         own.stage = Stage.OVER
+        self.habits.are_seen |= bool(own.given)
         following = None
         try:
             following = self._following()
@@ -430,7 +414,7 @@ class MicroBatches:
     def _refuse_order(self, own: MicroBatch, other: int, what: str) -> None:
         self.habits.takes_turns = True
         raise OffloadError(
-            f"{_TOGETHER}: micro-batch {own.index} {what} while micro-batch {other} is under way. A loop has another "
+            f"{TOGETHER}: micro-batch {own.index} {what} while micro-batch {other} is under way. A loop has another "
             "order, and would give other numbers. The gradients of this step are dropped; from now on micro-batches "
             "run one after the other"
         )

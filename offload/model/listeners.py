@@ -46,9 +46,8 @@ class Interleaving(Protocol):
     def left(self, unit: UnitInModel, start: int) -> None:
         """The call that began at ``start`` has an output whose gradient the hooks wait for."""
 
-    def opened(self, unit: UnitInModel, start: int, *, begins: bool) -> None:
-        """The backward of that call begins, and with it the unit's; else that is under way, and has recomputed the
-        call."""
+    def opened(self, unit: UnitInModel, start: int) -> None:
+        """The backward of that call begins."""
 
     def is_awaited(self, unit: UnitInModel) -> bool:
         """Another context will use the unit next."""

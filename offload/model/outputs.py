@@ -13,7 +13,9 @@ from offload.torch_internals import belongs_to_backward, graph_task, leaves_of, 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
     """The tensors in what a module returned."""
-    leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
+    if isinstance(output, torch.Tensor):
+        return [output]
+    leaves = leaves_of(output)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

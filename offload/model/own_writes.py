@@ -35,6 +35,9 @@ class OwnWrites:
         self._parameters = parameters
         self._views = [parameter.data for parameter in parameters]
         """Memory to which each parameter belongs."""
+        self._largest = max(self._views, key=torch.Tensor.numel, default=torch.empty(0))
+        self._in_place: tuple[int, list[int]] = 0, []
+        """The address of the largest view when it was asked last, and those of all of them then."""
         self._looks = {True: True, False: True}
         """At the bytes of what is no copy in RAM: in uses with gradients, and in those without."""
         self._mode = True
@@ -61,10 +64,12 @@ class OwnWrites:
         """The use is over: the index of each parameter that was changed, its value, an own copy, and the tensor that it
         was pointed to, if it was. Such a one is put back."""
         versions, addresses = list(map(_version, self._parameters)), list(map(_address, self._parameters))
-        in_place = list(map(_address, self._views))
-        if versions == self._versions and addresses == in_place and not self._compares:
+        at = self._largest.data_ptr()
+        if self._in_place[0] != at:  # all views are over one memory, which comes and goes as a whole
+            self._in_place = at, list(map(_address, self._views))
+        if versions == self._versions and addresses == self._in_place[1] and not self._compares:
             return ()
-        return list(self._taken_over(versions, list(map(ne, addresses, in_place))))
+        return list(self._taken_over(versions, list(map(ne, addresses, self._in_place[1]))))
 
     def _taken_over(
         self, versions: list[int], are_moved: list[bool]

@@ -177,7 +177,7 @@ class _RunsOfCall:
             return None
         state = State(self._of.module, arguments, self._of.unit.spec.name)
         try:
-            with self._of.unit.saved_tensors.above(), self._of.costs.first(arguments):
+            with self._of.unit.saved_tensors.above(self._of.unit.spec.name), self._of.costs.first(arguments):
                 output = forward()
         finally:
             state.compare()

@@ -10,8 +10,9 @@ from torch import nn
 
 from offload.device.protocol import Processor
 from offload.model.attributes import Attributes
+from offload.model.habits import Habits
 from offload.model.hooks import Hooks
-from offload.model.interleave import Habits, MicroBatches
+from offload.model.interleave import MicroBatches
 from offload.model.surroundings import Surroundings
 from offload.waiting import Failure
 from swapper import OffloadError

@@ -17,12 +17,15 @@ from threading import get_ident
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointError
 
 from offload.interrupts import held_back
 from offload.model.hook_context import HookContext
 from offload.model.unit_in_model import ORDINARY, Call, UnitInModel, address_of
 from offload.torch_internals import (
     SavedTensorsHooks,
+    graph_task,
     hooks_step_aside,
     push_saved_tensors_hooks,
     take_out_saved_tensors_hooks,
@@ -80,12 +83,14 @@ class SavedTensors:
             call.hooks = None
 
     @contextmanager
-    def above(self) -> Iterator[None]:
-        """Within, those on top, of a checkpoint of the engine's own, are below ours, as in [Note: Hooks below]: what it
-        keeps of a weight may be asked for when the use of the second run is over, by whatever is behind the outputs."""
+    def above(self, name: str) -> Iterator[None]:
+        """Within, those on top, of a checkpoint of the engine's own around the unit of this ``name``, are below ours,
+        as in [Note: Hooks below]: what it keeps of a weight may be asked for when the use of the second run is over, by
+        whatever is behind the outputs."""
         below = top_saved_tensors_hooks()
         assert below is not None
-        hooks = HooksAbove(self.uses, below).pair()
+        pack, unpack = below
+        hooks = HooksAbove(self.uses, (pack, GivenAgain(name, unpack))).pair()
         with held_back():
             push_saved_tensors_hooks(hooks)
         try:
@@ -107,11 +112,12 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The tensor alone is one of others, at version 0: most are, and the collector has less to look at."""
-        kept, version = _without_history(tensor), tensor._version
-        unit = unit_around(tensor, self.uses.context)
-        if unit is not None and unit.call is not None:
-            unit.call.has_saved = True
-            return kept, version, unit.call, unit.strays.saved
+        version, address = tensor._version, address_of(tensor)
+        kept = tensor.detach() if type(tensor) in ORDINARY else _without_history(tensor)
+        for unit in self.uses.context.in_forward:
+            if unit.begin_address <= address < unit.end_address and unit.call is not None:
+                unit.call.has_saved = True
+                return kept, version, unit.call, unit.strays.saved
         return (kept, version) if version else kept
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -121,7 +127,10 @@ class SavedTensors:
             raise changed_in_place(tensor, tensor.shape, version)
         if tensor is packed or len(packed) == 2:
             return tensor
-        found = _from_use(self.uses, packed[2], lambda: tensor)
+        call: Call = packed[2]
+        if call.unit.in_backward and call.context is self.uses.context and not call.unit.reassigned:
+            return tensor  # its unit is in use for this backward, as ``_from_use`` would find
+        found = _from_use(self.uses, call, lambda: tensor)
         if tensor._version != version:  # by what was written to another tensor over the parameter's former memory
             raise changed_in_place(tensor, tensor.shape, version)
         return found
@@ -157,6 +166,39 @@ class HooksAbove:
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
 
 
+class GivenAgain:
+    """A checkpoint's unpacking, which gives each tensor once in a backward. A Function of the user's may ask for its
+    tensors again (``ctx.saved_tensors`` in two places): they stay until another node asks for some."""
+
+    def __init__(self, name: str, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._name = name
+        self._unpack = unpack
+        self._asked: tuple[int, int] | None = None
+        """The Function that asked last, and the backward that it is in."""
+        self._given: dict[int, torch.Tensor] = {}
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        node = torch._C._current_autograd_node()
+        if not isinstance(node, BackwardCFunction):
+            self._asked, self._given = None, {}
+            return self._first(packed)
+        asked = id(node), graph_task()
+        if asked != self._asked:
+            self._asked, self._given = asked, {}
+        if id(packed) not in self._given:
+            self._given[id(packed)] = self._first(packed)
+        return self._given[id(packed)]
+
+    def _first(self, packed: Any) -> torch.Tensor:
+        try:
+            return self._unpack(packed)
+        except CheckpointError as error:
+            raise OffloadError(
+                f"unit {self._name}: the second run of its forward, for its backward, has saved other tensors than the "
+                f'first one. Do not recompute it: activations={{"{self._name}": "keep", ...}}'
+            ) from error
+
+
 def _from_use(uses: UsesOfUnits, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return what ``get`` gives while the call's unit is in use: a copy, if it is in none for a backward."""
     if not uses.needed(call):
@@ -180,8 +222,8 @@ def changed_in_place(tensor: torch.Tensor, shape: torch.Size, version: int) -> O
 
 
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor may be an output of the node that saves it, and its history is that node."""
-    return tensor.detach() if type(tensor) in ORDINARY or not tensor.is_leaf else tensor
+    """Of a tensor of another class. It may be an output of the node that saves it, and its history is that node."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def unit_around(tensor: torch.Tensor, context: HookContext) -> UnitInModel | None:

@@ -92,7 +92,8 @@ class Strays:
     def end_use(self, *, is_recomputed: bool = False) -> None:
         """See whether there are some, while the weights are there. What a checkpoint recomputes it has saved for the
         backward that follows, which asks our hooks for it."""
-        self.are_left = self._are_there(but=self._in_hooks if is_recomputed else 0)
+        owners = num_owners(self._storage) - sys.getrefcount(self.saved) - (self._in_hooks if is_recomputed else 0)
+        self.are_left = self._is_seen and owners > self._owners_at_rest
         if self.are_left:
             self._hashes = self._writes.hashes()
         if self.are_left != self._keeps:

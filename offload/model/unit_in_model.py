@@ -16,7 +16,7 @@ from offload.model.own_writes import OwnWrites
 from offload.model.resting import resting_class
 from offload.model.strays import Strays
 from offload.tiers.window import Window
-from offload.torch_internals import SavedTensorsHooks, itself
+from offload.torch_internals import SavedTensorsHooks, itself, requires_grad
 from offload.units import ParameterSpec, UnitSpec, local_tensor
 from swapper import OffloadError
 
@@ -26,7 +26,7 @@ ORDINARY = (torch.Tensor, nn.Parameter)
 class Call:
     """An outermost call of a unit's modules, by a thread, in a ``HookContext``."""
 
-    __slots__ = ("context", "end", "has_saved", "hooks", "sequence", "start", "thread", "unit")
+    __slots__ = ("context", "end", "has_saved", "hooks", "num_references", "sequence", "start", "thread", "unit")
 
     def __init__(self, unit: UnitInModel, context: object, thread: int, start: int, sequence: int) -> None:
         self.unit = unit
@@ -42,10 +42,22 @@ class Call:
         """The hooks of saved tensors that were put in force with its beginning, and those below them."""
         self.has_saved = False
         """Autograd has saved a weight in it, and asks for that in a backward."""
+        self.num_references = _num_references(unit)
+        """To the unit's parameters, from before it."""
+
+    @property
+    def has_left_parameters(self) -> bool:
+        """It is over, and somebody has kept a parameter: hooks of saved tensors of the unit's own, it may be, which are
+        asked for it in a backward as ours are not."""
+        return _num_references(self.unit) > self.num_references
 
     def runs_in(self, context: object) -> bool:
         """It is the one under way in this context: a backward within it finds the weights in use."""
         return self is self.unit.call and self.end == sys.maxsize and self.context is context
+
+
+def _num_references(unit: UnitInModel) -> int:
+    return sum(map(sys.getrefcount, unit.parameters))
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -74,8 +86,8 @@ class SavesTensors(Protocol):
     def are_in_force(self) -> bool:
         """They see what autograd saves in this thread now."""
 
-    def above(self) -> AbstractContextManager[None]:
-        """Within, the hooks on top are below others of the engine's."""
+    def above(self, name: str) -> AbstractContextManager[None]:
+        """Within, the hooks on top, around the unit of this name, are below others of the engine's."""
 
     def begin(self, call: Call) -> None:
         """The call's forward begins in this thread."""
@@ -224,14 +236,20 @@ class UnitInModel:
             return
         for recurrent in self._recurrent:
             let_go(recurrent)
+        toggled = []
         for module, name, handle, parameter in self.sites:
             if module._parameters.get(name) is parameter:
                 module._parameters[name] = handle
+                if parameter.requires_grad is not requires_grad.__get__(handle):
+                    toggled.append((handle, parameter))
         shown, self._shown = self._shown, []
         for owner, parameter, gradient in shown:
             now, parameter.grad = parameter.grad, None
             if now is not gradient:
                 owner.grad = now
+        for handle, parameter in toggled:  # a forward has frozen or thawed its own
+            is_trained, parameter.requires_grad = parameter.requires_grad, handle.requires_grad
+            handle.requires_grad = is_trained  # of both, or it is refused
 
     def take_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Take what autograd has left there. None if a backward within the forward has added to the gradient that the

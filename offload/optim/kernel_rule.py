@@ -114,15 +114,15 @@ class KernelRule(LooseStates):
         return "8-bit moments are updated on the CPU" if self._dtype is kernels.Dtype.INT8 else None
 
     def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
-        into = start - tile.start
+        into, numel = start - tile.start, tile.stop - tile.start
         arrays: dict[str, int] = {}
         assert isinstance(frozen, Coef)
-        first, each = at.states + tile.numel * self._formats.master, self._state_bytes(tile.numel)
+        first, each = at.states + numel * self._formats.master, self._state_bytes(numel)
         for name in frozen.states:
             state = first + self._names.index(name) * each
             arrays[name] = state + into * self._dtype.itemsize
             if self._dtype is kernels.Dtype.INT8:
-                scales = state + tile.numel * self._dtype.itemsize
+                scales = state + numel * self._dtype.itemsize
                 arrays[f"{name}_scale"] = scales + into // kernels.CODE_BLOCK * _SCALE_BYTES
         if self._formats.master:
             kind = "rest" if self._weight_dtype is kernels.Dtype.BF16 else "master"

@@ -118,28 +118,30 @@ class Placement:
         ``order`` with which a step costs least. So a placement of a smaller budget is always among those to choose
         from."""
         fits = self._keep(order, host_bytes)
-        best, least, kept = self.resident.copy(), self.step_cost(speculative=speculative), 1
+        best, least = self.resident.copy(), self.step_cost(speculative=speculative)
         for count in reversed(range(0, fits + 1, -(-len(order) // _PREFIXES) or 1)):
             self.resident[order[count:]] = False
             self.resident[grads] = True
             if self.step_cost(speculative=speculative) >= least:  # nor would a shorter one cost less
                 break
-            kept = self._keep(grads, host_bytes, near=kept)
+            self._keep(grads, host_bytes)
             cost = self.step_cost(speculative=speculative)
             if cost < least:
                 best, least = self.resident.copy(), cost
         self.resident = best
 
-    def _keep(self, records: Integers, host_bytes: int, near: int | None = None) -> int:
-        """Keep the longest prefix of ``records`` that fits, and return its length. ``near``: a length that is likely to
-        be close to it."""
+    def _keep(self, records: Integers, host_bytes: int) -> int:
+        """Keep the longest prefix of ``records`` that fits, and return its length."""
 
         def keep(count: int) -> None:
             self.resident[records[:count]] = True
             self.resident[records[count:]] = False
 
-        fits, too_many = 0, len(records) + 1
-        count, stride = (0, too_many) if near is None else (near, 1)
+        keep(0)
+        room = host_bytes - self.total_bytes
+        # so many at least, as staging only shrinks with what is kept
+        fits = int(np.searchsorted(np.cumsum(self._records.nbytes[records]), room, side="right"))
+        count, stride, too_many = fits + 1, 1, len(records) + 1
         while too_many - fits > 1:
             if not fits < count < too_many:
                 count = (fits + too_many) // 2

@@ -59,7 +59,16 @@ class Records:
         self._first_states = 2 * count + np.cumsum(lengths) - lengths
         self._unit_of_tile = np.repeat(np.arange(count), lengths)
         self._tile_counts = _integers(tile.count for tile in flat)
-        self._tile_grads = _integers(tile.numel for tile in flat) * formats.grads
+        tile_grads = _integers(tile.numel for tile in flat) * formats.grads
+        self._one_grads = tile_grads // self._tile_counts
+        self._one_states = states // self._tile_counts
+        self._one_of_both = (states + tile_grads) // self._tile_counts
+        """Bytes that one of the tiles which are taken together has in a buffer: a division for each placement that is
+        weighed would take most of its time."""
+        self._one_weights, self._one_unit_grads = (
+            self.numel * formats.weights // self._counts,
+            trained * formats.grads // self._counts,
+        )
         self._edges = _integers(align(unit.from_files.edge_bytes) for unit in units)
         backwards = 2 * num_backwards if formats.grads else 1
         reads = backwards * np.fromiter(map(routing.used, units), float)
@@ -116,19 +125,20 @@ class Records:
 
     def staged(self, resident: Flags, staging: Staging) -> Staging:
         """``staging``, cut down to what is not resident."""
-        away = np.where(resident, 0, self.nbytes)
-        weights, grads, states = away[self.weights], away[self.grads], away[self.states]
         streamed = ~resident[self.weights]
-        spilled = grads > 0
-        tiles = (states + self._tile_grads * spilled[self._unit_of_tile]) // self._tile_counts
+        spilled = ~resident[self.grads] & (self._one_unit_grads > 0)
+        with_grads = spilled[self._unit_of_tile]
+        here = np.where(with_grads, self._one_grads, 0)
+        away = np.where(with_grads, self._one_of_both, self._one_states)
+        tiles = np.where(resident[self.states], here, away)
         return Staging(
             num_slots=min(staging.num_slots, int(np.count_nonzero(streamed))),
             num_grad_buffers=min(staging.num_grad_buffers, int(np.count_nonzero(spilled))),
             num_tile_buffers=min(staging.num_tile_buffers, int(np.count_nonzero(tiles > 0))),
             tile_bytes=staging.tile_bytes,
-            slot_bytes=_largest(weights // self._counts),
+            slot_bytes=_largest(self._one_weights * streamed),
             edge_bytes=_largest(self._edges * streamed),
-            grad_buffer_bytes=_largest(grads // self._counts),
+            grad_buffer_bytes=_largest(self._one_unit_grads * spilled),
             tile_buffer_bytes=_largest(tiles),
         )
 

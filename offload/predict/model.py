@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import logging
 import math
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,16 +102,7 @@ class Model:
     def flops(self, unit: UnitSpec) -> tuple[float, float]:
         """FLOP of products with the unit's weights for one token: in forward, and for the gradients of its trained
         weights. Those of its input take as many as forward."""
-        forward = trained = 0.0
-        for spec in unit.parameters:
-            modules = [site.module for site in spec.owners]
-            if len(spec.shape) < 2 or all(isinstance(module, nn.Embedding) for module in modules):
-                continue
-            share = self.active if _of_experts(spec.name, len(spec.shape)) else 1.0
-            flops = 2.0 * spec.shape.numel() * share
-            forward += flops
-            trained += flops if spec.trainable else 0.0
-        return forward, trained
+        return _flops(unit, self.active)
 
     def attention_flops(self, sequence: int) -> float:
         """FLOP of causal attention in forward, for one token of one layer."""
@@ -124,6 +118,21 @@ def _units(
         units = _units(module, AS_WEIGHTS, dtype, num_ranks, trained, in_pieces)
         return tuple(of_base(units, module, base, dtype, num_ranks))
     return tuple(find_units(module, in_pieces=in_pieces, dtype=dtype, num_ranks=num_ranks, most_experts=MOST_EXPERTS))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _flops(unit: UnitSpec, active: float) -> tuple[float, float]:
+    """Counted once: every forecast of a search asks for all units."""
+    forward = trained = 0.0
+    for spec in unit.parameters:
+        modules = [site.module for site in spec.owners]
+        if len(spec.shape) < 2 or all(isinstance(module, nn.Embedding) for module in modules):
+            continue
+        share = active if _of_experts(spec.name, len(spec.shape)) else 1.0
+        flops = 2.0 * spec.shape.numel() * share
+        forward += flops
+        trained += flops if spec.trainable else 0.0
+    return forward, trained
 
 
 def from_architecture(name: str, shapes: Architecture) -> Model:
@@ -159,22 +168,23 @@ def from_hugging_face(path: Path) -> Model:
 
 def _from_transformers(path: Path) -> Model:
     """The model of a config that is not known here, as ``transformers`` builds it."""
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError(
-            f"{path} is the config of a model that is not known here, and transformers is not installed: "
-            "pip install transformers"
-        ) from None
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-        text = config.get_text_config()
-        causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-        with torch.device("meta"):
-            module = kind.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path} is not a config of a model: {' '.join(str(error).split())}") from error
+    with _unheard():
+        try:
+            import transformers
+        except ImportError:
+            raise ConfigError(
+                f"{path} is the config of a model that is not known here, and transformers is not installed: "
+                "pip install transformers"
+            ) from None
+        try:
+            config = transformers.AutoConfig.from_pretrained(path)
+            text = config.get_text_config()
+            causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+            with torch.device("meta"):
+                module = kind.from_config(config)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"{path} is not a config of a model: {' '.join(str(error).split())}") from error
     experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts", default=0)
     chosen = _first(text, "num_experts_per_tok", "num_experts_per_token", default=0)
     width = _first(text, "hidden_size", "n_embd", "d_model", default=0)
@@ -185,6 +195,20 @@ def _from_transformers(path: Path) -> Model:
         attention_width=heads * head_width, vocabulary=_first(text, "vocab_size", default=0),
         active=chosen / experts if experts and chosen else 1.0,
     )  # fmt: skip
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Drop what libraries log and warn of meanwhile: that a kernel of theirs is missing says nothing of a model's
+    shapes."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def to_train(name: str) -> Model:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload import OffloadEngine
+import offload
 from offload.errors import BudgetError
 from offload.plan.plan import Plan
 from offload.predict.cores import num_records
@@ -44,7 +44,7 @@ def record_seconds(path: Path) -> float:
 
 def _of_step(host_bytes: int, **options: Any) -> tuple[float, Plan]:
     """Seconds of cores that a step takes."""
-    with OffloadEngine(_chain(), precision="fp32", host_memory=host_bytes, **options) as engine:
+    with offload.OffloadEngine(_chain(), precision="fp32", host_memory=host_bytes, **options) as engine:
 
         def step(x: Tensor) -> None:
             engine.backward(engine(x).square().mean())

@@ -231,7 +231,7 @@ def least_host_bytes(model: Model, machine: Machine, workload: Workload) -> int:
     """The least ``host_memory`` of a rank with which the model is trained. Raises ``BudgetError`` of other memory."""
     case = list(_cases(model, machine, workload, activation_bytes(model, workload)))[-1]
     try:
-        case.plan(replace(case.room, host_bytes=0))
+        case.plan(replace(case.room, host_bytes=0, drive=None))
     except BudgetError as error:
         return error.needed_bytes
     return 0
@@ -261,8 +261,9 @@ class _Case:
         return plan_within(self.config, self.shards, self.choice, room, self.ranks, self.routing, _placements)
 
     def shortage(self) -> Shortage:
-        """Find the budget that is too small: the first that still is when the others are not."""
-        room = self.room
+        """Find the budget that is too small: the first that still is when the others are not. Whether something fits
+        does not depend on how long its steps take: none is played."""
+        room = replace(self.room, drive=None)
         any_host = replace(room, host_bytes=_PLENTY, nvme_bytes=_PLENTY, spare_bytes=_PLENTY)
         any_nvme = replace(room, nvme_bytes=_PLENTY if room.nvme_bytes else 0)
         for kind, tried, given in (
@@ -308,7 +309,7 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: Acti
         optimizer=workload.optimizer,
     )
     shards, choice = _trained(whole, count, numbers)
-    config = replace(workload.config(), device_memory="auto")
+    config = replace(workload.config, device_memory="auto")
     if activations.memory:  # what is set aside is the same for both, and there is no path here
         config = replace(config, activations="host", activation_memory=activations.memory)
     formats = Formats.of(config)
@@ -330,7 +331,7 @@ def _trained(
 ) -> tuple[Sequence[UnitSpec], OptimizerChoice | None]:
     """Shards of one of ``count`` ranks, and how they are trained: the same for all batches that a search weighs."""
     shards = [shard_unit(unit, 0, count) for unit in whole]
-    return shards, _bundled(choose(numbers.config(), shards), shards)
+    return shards, _bundled(choose(numbers.config, shards), shards)
 
 
 def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | _Case:

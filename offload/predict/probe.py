@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from aio_ext import Memory, Queue, available_backends
 from aio_ext.measure import Range
-from aio_ext.profile import load_profile
+from aio_ext.profile import file_system_key, load_profile
 from offload import kernels
 from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError
@@ -25,6 +26,7 @@ from offload.memory import available_bytes
 from offload.native_optimizers import AdamCoef
 from offload.planning import AUTO_SHARE, free_bytes_of
 from offload.predict.machine import Cores, Machine
+from offload.predict.measurements import UNKEPT, Unkept
 from offload.predict.model import Model
 from offload.predict.workload import Workload
 from offload.ranks.host_cores import host_cores
@@ -69,21 +71,25 @@ def probe(
     drives: Bandwidths | None = None,
     ranks: int = 1,
     meet: Callable[[], object] = lambda: None,
+    measurements: Unkept = UNKEPT,
 ) -> Machine:
     """This machine, computing on its CPU, for such a model and batch. What the engine itself takes is left out, see
     ``offload.predict.overhead``.
 
     ``host_bytes`` is the budget; None: what the engine takes by itself. ``drives`` are those of a described machine, in
     place of what is found under ``paths``. As many as ``ranks`` look at once: they wait for each other in ``meet``,
-    before and after each round, as ranks go on when the last one has come.
+    before and after each round, as ranks go on when the last one has come. ``measurements`` may know some already.
     """
     count = host_cores().available / ranks
     nvme, how = drives, "as given"
     if paths and drives is None:
-        nvme, how = drive_rates(paths, backend)
-    sweep = _Sweep()
-    update = sweep.nbytes / _seconds(sweep, meet)[0]
-    cores = core_rates(model, workload, count, meet, sweep)
+        nvme, how = drive_rates(paths, backend, measurements)
+    sweep = functools.cache(_Sweep)  # its memory is taken where something is measured
+    update = measurements.of("update", lambda: _Sweep.nbytes / _seconds(sweep(), meet)[0])
+    trial = Trial.of(model, workload)
+    cores = Cores(**measurements.of(trial.of_blocks, lambda: asdict(core_rates(trial, count, meet, sweep()))))
+    if trial.rows:
+        cores = replace(cores, head=measurements.of(trial.of_head, lambda: head_rate(trial, meet)))
     assumptions = [
         f"a block of this width and batch was tried here: {cores.blocks / 1e9:,.0f} GFLOPS, and the head and loss: "
         f"{cores.head / 1e9:,.0f} GFLOPS",
@@ -102,41 +108,77 @@ def probe(
         nvme=nvme,
         cores=cores,
         update=update,
-        checksum=_checksum_rate(meet),
+        checksum=measurements.of("checksum", lambda: _checksum_rate(meet)),
         unit_seconds=0.0,
         record_seconds=0.0,
         assumptions=tuple(assumptions),
     )
 
 
-def drive_rates(paths: Sequence[Path], backend: str = "auto") -> tuple[Bandwidths, str]:
-    """Rates of the paths together, and their source: the profile that is kept for them, or a look at it now."""
+def drive_rates(paths: Sequence[Path], backend: str = "auto", measurements: Unkept = UNKEPT) -> tuple[Bandwidths, str]:
+    """Rates of the paths together, and their source: the profile that is kept for them, or a look at them."""
     profile = load_profile(*paths)
     if profile is not None:
         return Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q), "stored profile"
-    each = [_measured(path, backend) for path in paths]
+    each = []
+    for path in paths:
+        name, look = f"{backend} on {file_system_key(path)}", functools.partial(_looked_at, path, backend)
+        each.append(Bandwidths(*measurements.of(name, look)))
     together = Bandwidths(sum(one.read for one in each), sum(one.write for one in each), min(one.q for one in each))
-    return together, "measured now"
+    return together, "measured here"
 
 
-def core_rates(
-    model: Model, workload: Workload, count: float, meet: Callable[[], object], sweep: Callable[[], object]
-) -> Cores:
-    """Measure the rates that these ``count`` cores reach in such a transformer's blocks, and in its table and head with
-    the loss, forward and backward, and what they lose beside a ``sweep`` of an update. Each gradient is put away and
-    let go as soon as it is there, and large weights are used in pieces, as in the engine: what a process keeps, and
-    what it asks the system for, bears on its speed."""
-    dtype = workload.dtype
-    width = max(min(model.width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
-    number = max(min(_BLOCKS_BYTES // (12 * width**2 * dtype.itemsize), model.layers), 2)
-    most_tokens = min(int(_MOST_FLOPS / (6 * 12 * width**2 * number)), _MOST_TOKENS)
-    blocks = nn.Sequential(*(_Block(width) for _ in range(number))).to(dtype)
+@dataclass(frozen=True)
+class Trial:
+    """What is tried of a model and batch: a layer as wide as the model's, but no wider, and no more of them and no more
+    tokens, than it takes to know. So models of some size have the same trial."""
+
+    width: int
+    number: int
+    """Of the blocks."""
+    batch: int
+    sequence: int
+    most_tokens: int
+    dtype: torch.dtype
+    rows: tuple[int, ...]
+    """Of each piece of the head; none without a vocabulary."""
+
+    @classmethod
+    def of(cls, model: Model, workload: Workload) -> Trial:
+        dtype = workload.dtype
+        width = max(min(model.width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
+        number = max(min(_BLOCKS_BYTES // (12 * width**2 * dtype.itemsize), model.layers), 2)
+        most_tokens = min(int(_MOST_FLOPS / (6 * 12 * width**2 * number)), _MOST_TOKENS)
+        sequence = min(workload.sequence, most_tokens)
+        batch = min(workload.batch, -(-most_tokens // sequence))
+        rows = tuple(_rows(model, dtype)) if model.vocabulary else ()
+        return cls(width, number, batch, sequence, most_tokens, dtype, rows)
+
+    @property
+    def of_blocks(self) -> str:
+        """The name of what is measured of the blocks."""
+        of = f"of {self.batch} x {self.sequence} tokens in {self.dtype}"
+        return f"{self.number} blocks of width {self.width}, {of}"
+
+    @property
+    def of_head(self) -> str:
+        """The same of the head."""
+        rows = " + ".join(map(str, self.rows))
+        return f"head of {rows} rows after {self.of_blocks}"
+
+
+def core_rates(trial: Trial, count: float, meet: Callable[[], object], sweep: Callable[[], object]) -> Cores:
+    """Measure the rates that these ``count`` cores reach in such a transformer's blocks, forward and backward, and what
+    they lose beside a ``sweep`` of an update. Each gradient is put away and let go as soon as it is there, as in the
+    engine: what a process keeps, and what it asks the system for, bears on its speed."""
+    width, number = trial.width, trial.number
+    blocks = nn.Sequential(*(_Block(width) for _ in range(number))).to(trial.dtype)
 
     def through_blocks(batch: int, sequence: int) -> Callable[[], object]:
-        x = torch.randn(batch, sequence, width, dtype=dtype, requires_grad=True)
+        x = torch.randn(batch, sequence, width, dtype=trial.dtype, requires_grad=True)
         return lambda: blocks(x).sum().backward()
 
-    batch, sequence = _size_of_round(through_blocks, workload, most_tokens)
+    batch, sequence = _size_of_round(through_blocks, trial)
     homes = _Homes(blocks)
     tokens = batch * sequence
     matrices = sum(weight.numel() for weight in blocks.parameters() if weight.dim() > 1)
@@ -145,19 +187,21 @@ def core_rates(
     seconds, busy = _seconds(compute, meet)
     rate, busy = flops / (seconds - homes.seconds), min(busy / count, 1.0)
     cores = Cores(rate, rate, busy, count, homes.bytes_per_s)
-    cores = replace(cores, lost=_lost(compute, seconds, busy, sweep, meet))
-    if not model.vocabulary:
-        return cores
-    rows = _rows(model, dtype)
-    ends = _Ends(rows, width).to(dtype)
+    return replace(cores, lost=_lost(compute, seconds, busy, sweep, meet))
+
+
+def head_rate(trial: Trial, meet: Callable[[], object]) -> float:
+    """Measure the rate in the table and the head with the loss, forward and backward; large weights are used in pieces,
+    as in the engine."""
+    ends = _Ends(trial.rows, trial.width).to(trial.dtype)
 
     def through_ends(batch: int, sequence: int) -> Callable[[], object]:
-        targets = torch.randint(0, sum(rows), (batch, sequence))
+        targets = torch.randint(0, sum(trial.rows), (batch, sequence))
         return lambda: ends(targets).backward()
 
-    batch, sequence = _size_of_round(through_ends, workload, most_tokens)
+    batch, sequence = _size_of_round(through_ends, trial)
     seconds, _ = _seconds(through_ends(batch, sequence), meet)
-    return replace(cores, head=6.0 * batch * sequence * width * sum(rows) / seconds)
+    return 6.0 * batch * sequence * trial.width * sum(trial.rows) / seconds
 
 
 def _lost(
@@ -184,16 +228,14 @@ def _lost(
     return min(max((1 - busy * seconds / slower - swept) / busy, 0.0), _MOST_LOST)
 
 
-def _size_of_round(
-    work: Callable[[int, int], Callable[[], object]], workload: Workload, most_tokens: int
-) -> tuple[int, int]:
-    """The batch and the sequence of a round: those of the workload, or as much of them as these cores compute in
+def _size_of_round(work: Callable[[int, int], Callable[[], object]], trial: Trial) -> tuple[int, int]:
+    """The batch and the sequence of a round: those of the trial, or as much of them as these cores compute in
     ``_ROUND_SECONDS``. Twice as many tokens are tried until another doubling would take longer."""
-    tokens = _LEAST_TOKENS
+    tokens, most_tokens = _LEAST_TOKENS, trial.most_tokens
     while True:
-        sequence = min(workload.sequence, tokens, most_tokens)
-        batch = max(min(workload.batch, min(tokens, most_tokens) // sequence), 1)
-        if tokens >= min(workload.batch * workload.sequence, most_tokens):
+        sequence = min(trial.sequence, tokens)
+        batch = max(min(trial.batch, min(tokens, most_tokens) // sequence), 1)
+        if tokens >= min(trial.batch * trial.sequence, most_tokens):
             return batch, sequence
         round_ = work(batch, sequence)
         taken = []
@@ -341,8 +383,8 @@ def _seconds(work: Callable[[], object], meet: Callable[[], object], num_rounds:
     return statistics.median(taken[1:]), statistics.median(used[1:])
 
 
-def _measured(path: Path, backend: str) -> Bandwidths:
-    """Reads, writes and both at once, on a nameless file."""
+def _looked_at(path: Path, backend: str) -> tuple[float, float, float]:
+    """Rates of reads, of writes, and q, which says what both reach at once; on a nameless file."""
     backend = available_backends()[0] if backend == "auto" else backend
     nbytes = min(_FILE_BYTES, free_bytes_of([path]) // 4) // _BLOCK_BYTES * _BLOCK_BYTES
     if nbytes < 16 * _MIB:
@@ -360,6 +402,7 @@ def _measured(path: Path, backend: str) -> Bandwidths:
         finally:
             os.close(descriptor)
     mixed = samples["mixed"]
-    return fitted(
+    found = fitted(
         samples["read"].bytes_per_s, samples["write"].bytes_per_s, mixed.read_bytes, mixed.write_bytes, mixed.seconds
     )
+    return found.read, found.write, found.q

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -82,10 +83,11 @@ class Workload:
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return self.config().dtype
+        return self.config.dtype
 
+    @functools.cached_property
     def config(self) -> OffloadConfig:
-        """The engine's options. Raises ``ConfigError``."""
+        """The engine's options, checked once. Raises ``ConfigError``."""
         return OffloadConfig(
             precision=self.precision,
             moments_dtype=self.moments_dtype,

@@ -36,10 +36,10 @@ class Meter:
             self.stalls[cause] = self.stalls.get(cause, 0.0) + span.seconds
 
     def end_update(self, name: str, start: float) -> float:
-        """Count the time from ``start`` to now as updating ``name``; that many seconds."""
-        seconds = self.trace.over("update", name, start) - start
-        self.update_seconds += seconds
-        return seconds
+        """Count the time from ``start`` to now as updating ``name``; the time now."""
+        now = self.trace.over("update", name, start)
+        self.update_seconds += now - start
+        return now
 
     def so_far(self) -> tuple[float, float]:
         """Seconds since the last restart, and those of them that were stalls."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from offload.report.meter import Meter
 from offload.units import UnitSpec
-from offload.waiting import Failure, Monitor, refuse_within_step
+from offload.waiting import Failure, Monitor, of_thread, refuse_within_step
 
 
 class UpdateFence:
@@ -44,16 +44,17 @@ class UpdateFence:
         """The unit's update is not done. Takes no lock."""
         return unit.index in self._pending
 
-    def done(self, unit: UnitSpec) -> None:
-        """The update has reached the unit. Takes no lock unless somebody waits."""
-        self._pending.discard(unit.index)
+    def done(self, *units: UnitSpec) -> None:
+        """The update has reached these units. Takes no lock unless somebody waits."""
+        self._pending.difference_update([unit.index for unit in units])
         if self._waiting:
             with self._monitor:
                 self._monitor.notify_all()
 
     def wait(self, unit: UnitSpec) -> None:
         """Block until the last step's update has reached the unit."""
-        refuse_within_step()
+        if of_thread.stepping:
+            refuse_within_step()
         if unit.index not in self._pending:
             return
         token = object()

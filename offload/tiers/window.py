@@ -86,6 +86,8 @@ class SwapWindow(_Holds):
         self._poison_address: int = poison.address
         self._poison = poison  # mapped as long as anything may look at it
         self._storage = self.flat.untyped_storage()
+        self._open_at = 0
+        """The address that it is open on; 0 also where an interrupt has come."""
         self._under = self._nothing = 0, self._storage
         """The address of the memory that was last under the window, or is now, and that memory: made once for a unit
         that is resident in RAM. One value: an interrupt may come at any line."""
@@ -112,6 +114,7 @@ class SwapWindow(_Holds):
         address, flat = self._under[0], self.flat
         part = aio_ext.share(address, flat.nbytes)
         kept = tensor_at(address, flat.numel(), flat.dtype, part).untyped_storage()
+        self._open_at = 0
         with held_back():
             swap_memory(self._storage, self._under[1])
             self._under = address, kept
@@ -119,17 +122,21 @@ class SwapWindow(_Holds):
             self._left, self._has_copy = take_back, is_copy
 
     def open(self, address: int) -> None:
+        if self._open_at == address:  # as it was left by who knows that nothing else comes to that memory
+            return
         if self._left is not None:
             self._bring(address)
             return
-        if self.flat.data_ptr() != self._poison_address:  # an interrupt has left it open
+        if self.flat.data_ptr() != self._poison_address:  # it is open on other memory, or an interrupt has left it
             self.close()
         if self._under[0] != address:
             self._under = address, tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
         swap_memory(self._storage, self._under[1])
+        self._open_at = address
 
     def close(self) -> None:
         """Safe to call twice: the address says whether it is open."""
+        self._open_at = 0
         if self._keeps or self.flat.data_ptr() == self._poison_address:
             return
         if self._left is None:

@@ -96,6 +96,11 @@ class DeviceSide:
         self._cpu_seconds = 0.0
         """Seconds that an element takes on the CPU; 0 while it is not known."""
 
+    @property
+    def takes_tiles(self) -> bool:
+        """Some tiles may be sent there."""
+        return bool(self._buffers)
+
     def begin_step(self) -> None:
         """Forget how fast the CPU was."""
         self._cpu_seconds = 0.0

@@ -25,6 +25,7 @@ from offload.units import Tile
 from offload.update.device_side import DeviceSide, Trip
 from offload.update.state_prefetch import StatePrefetch
 from offload.update.step import UnitUpdate, apply
+from offload.update.together import Together
 from swapper import Lease, OffloadError
 
 _LOOK_AHEAD = 64
@@ -116,7 +117,7 @@ class Pipeline:
         meter: Meter,
         device: DeviceSide,
         copy: Callable[[int, int, int], None],
-        cpu: kernels.Native = kernels.on_host,
+        cpu: kernels.OnHost = kernels.on_host,
     ) -> None:
         """``copy`` copies to an address in host memory from another one so many bytes. ``cpu`` runs the kernels of the
         tiles that stay on the host."""
@@ -136,10 +137,10 @@ class Pipeline:
         """End ``run`` after the tile at hand. Units that were not updated stay as they were. Any thread."""
         self._stopping = True
 
-    def run(self, tasks: Iterable[Task]) -> None:
+    def run(self, tasks: Iterable[Task | Together]) -> None:
         """Update all tiles of all tasks, in order. Nothing is in flight in our buffers afterwards, on every way out."""
         coming = _Coming(_jobs(tasks))
-        reading: deque[_TileJob] = deque()
+        reading: deque[_TileJob | Together] = deque()
         try:
             self._read_ahead(coming, reading)
             while (reading or self._sent) and not self._stopping:
@@ -147,17 +148,28 @@ class Pipeline:
                 if self._sent:
                     self._bring_back(wait=not is_read)
                 if is_read or (reading and not self._sent):
-                    self._make_ready(reading[0])
-                    if reading[0].state.void:
-                        self._pass_over(reading.popleft())
-                    elif not self._send(reading):
-                        self._apply(reading[0])
-                        self._finish(reading.popleft())
+                    self._do(reading)
                 self._read_ahead(coming, reading)
         finally:
             self._drain(reading)
 
-    def _read_ahead(self, coming: _Coming, reading: deque[_TileJob]) -> None:
+    def _do(self, reading: deque[_TileJob | Together]) -> None:
+        """Do the first job, or send it and others to the device."""
+        first = reading[0]
+        if isinstance(first, Together):
+            first.apply(self._rule, self._formats, self._meter, self._cpu)
+            reading.popleft()
+            return
+        self._make_ready(first)
+        if first.state.void:
+            self._pass_over(first)
+            reading.popleft()
+        elif not self._send(first, reading):
+            self._apply(first)
+            self._finish(first)
+            reading.popleft()
+
+    def _read_ahead(self, coming: _Coming, reading: deque[_TileJob | Together]) -> None:
         """Start reading as many tiles as there are free buffers; wait for a buffer only if nothing is on its way."""
         while len(reading) < _LOOK_AHEAD:
             if self._writes:
@@ -165,6 +177,9 @@ class Pipeline:
             job = coming.peek()
             if job is None:
                 return
+            if isinstance(job, Together):
+                reading.append(coming.take())
+                continue
             if job.needs_buffer and not self._find_buffer(job, wait=not (reading or self._sent)):
                 return
             reading.append(coming.take())  # first: should it fail half-way, its reads are waited for
@@ -222,9 +237,9 @@ class Pipeline:
         for read in job.reads:
             read.wait()
 
-    def _send(self, reading: deque[_TileJob]) -> bool:
+    def _send(self, first: _TileJob, reading: deque[_TileJob | Together]) -> bool:
         """Send tiles that a device will have done before the CPU; True if the first one is gone, which is ready."""
-        first, jobs = reading[0], tuple(reading)
+        jobs = [job for job in reading if not isinstance(job, Together)]
         at_hand = itertools.takewhile(_TileJob.is_at_hand, jobs)
         for index in self._device.sooner(job.homes.tile for job in at_hand):
             job = jobs[index]
@@ -250,7 +265,7 @@ class Pipeline:
         if not (at.is_in_place or (self._rule.writes_beside and update.covers(tile))):
             at = self._copied(tile, at)
         apply(self._rule, self._formats, update, tile, at, self._cpu)
-        self._device.cpu_took(tile, self._meter.end_update(update.unit.name, start))
+        self._device.cpu_took(tile, self._meter.end_update(update.unit.name, start) - start)
 
     def _copied(self, tile: Tile, at: TileBytes) -> TileBytes:
         """Have the old states and weights where the new ones go: not all of them change."""
@@ -293,12 +308,12 @@ class Pipeline:
             self._free.append(buffer)
             wait = False
 
-    def _drain(self, reading: deque[_TileJob]) -> None:
+    def _drain(self, reading: deque[_TileJob | Together]) -> None:
         """Wait for all transfers in our buffers, and raise what the first of them failed with."""
         first: OffloadError | None = None
         with contextlib.suppress(Exception):  # the error that led here is the one that counts
             self._device.drain()
-        for job in (*reading, *self._sent):
+        for job in (*(job for job in reading if not isinstance(job, Together)), *self._sent):
             for read in job.reads:
                 outcome = _outcome(read)
                 first = first or outcome
@@ -317,25 +332,28 @@ class Pipeline:
 class _Coming:
     """The jobs that are to come, with a look at the first one."""
 
-    def __init__(self, jobs: Iterator[_TileJob]) -> None:
+    def __init__(self, jobs: Iterator[_TileJob | Together]) -> None:
         self._jobs = jobs
-        self._first: _TileJob | None = None
+        self._first: _TileJob | Together | None = None
 
-    def peek(self) -> _TileJob | None:
+    def peek(self) -> _TileJob | Together | None:
         """The next job; None if there are no more, for now."""
         if self._first is None:
             self._first = next(self._jobs, None)
         return self._first
 
-    def take(self) -> _TileJob:
+    def take(self) -> _TileJob | Together:
         """The job that ``peek`` gave."""
         first, self._first = self._first, None
         assert first is not None
         return first
 
 
-def _jobs(tasks: Iterable[Task]) -> Iterator[_TileJob]:
+def _jobs(tasks: Iterable[Task | Together]) -> Iterator[_TileJob | Together]:
     for task in tasks:
+        if isinstance(task, Together):
+            yield task
+            continue
         state = _TaskState(task, len(task.tiles))
         for tile in task.tiles:
             yield _TileJob(state, tile)

@@ -9,6 +9,7 @@ over is updated after the verdict: those are the units that forward begins with.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -43,6 +44,8 @@ class SpeculationPolicy:
         """By parameter, once a speculative update for the coming step has asked for them."""
         self._may_read_ahead = False
         """States rest on NVMe that the coming step's update begins with, and nobody has asked for them."""
+        self.looks = self.forecast is not None or self.states_stored
+        """Something may be done before the verdict: the calls within a backward are to be made."""
 
     def gradient_came(self, unit: UnitSpec) -> None:
         """A gradient of the unit is in its place, or on its way there."""
@@ -78,6 +81,8 @@ class SpeculationPolicy:
         """No gradient of the coming step is there."""
         self._groups = None
         self._may_read_ahead = self.states_stored
+        if not self.looks:
+            deque(self.complete(), maxlen=0)  # nobody else asks for them
         if self.forecast is not None:
             self.forecast.begin()
 

@@ -10,7 +10,7 @@ states read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from offload.update.device_side import DeviceSide
 from offload.update.pipeline import Pipeline, Task
 from offload.update.speculative import SpeculativeUpdates
 from offload.update.step import UnitUpdate
+from offload.update.together import Together, can_take
 from offload.waiting import Failure, Worker
 
 
@@ -85,7 +86,7 @@ class Updater:
     def start(self, step: Sequence[UnitUpdate]) -> None:
         """Begin a step's update. Returns at once; each unit is usable again when its own update is done."""
         self.speculative.step_begins()
-        loans = [self.gradients.gradients_of(update.unit).lend() for update in step]
+        loans = self.gradients.lend([update.unit for update in step])
         self._worker.submit(lambda: self._run_step(step, loans))
 
     def read_ahead(self) -> None:
@@ -121,14 +122,28 @@ class Updater:
 
     def _run_step(self, step: Sequence[UnitUpdate], loans: Sequence[Loan | None]) -> None:
         self.device.begin_step()
-        self._run(map(self._confirmed, step, loans))
+        self._run(self._confirmed(step, loans))
         self.speculative.step_is_over()
 
-    def _confirmed(self, update: UnitUpdate, loan: Loan | None) -> Task:
-        gradients = self.gradients.gradients_of(update.unit)
-        return _ConfirmedUpdate(update, self.homes[update.unit.index], self.host, gradients, loan)
+    def _confirmed(self, step: Sequence[UnitUpdate], loans: Sequence[Loan | None]) -> Iterator[Task | Together]:
+        """Tasks of a step, in order: those of neighbours in host memory together, unless a device may take tiles."""
+        together, stays = Together(self.host.updated), not self.device.takes_tiles
+        for update, loan in zip(step, loans, strict=True):
+            homes = self.homes[update.unit.index]
+            if loan is None and stays and can_take(homes):
+                for tile in homes.tiles:
+                    if together.add(update, homes, tile):
+                        yield together
+                        together = Together(self.host.updated)
+                continue
+            if together.numel:
+                yield together
+                together = Together(self.host.updated)
+            yield _ConfirmedUpdate(update, homes, self.host, self.gradients.gradients_of(update.unit), loan)
+        if together.numel:
+            yield together
 
-    def _run(self, tasks: Iterable[Task]) -> None:
+    def _run(self, tasks: Iterable[Task | Together]) -> None:
         self._guarded(lambda: self.pipeline.run(tasks))
 
     def _guarded(self, call: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +102,9 @@ class Verdict:
         groups = groups_by_parameter(param_groups)
         common: _Common = {}
         updates = []
+        gradients_of = {unit: self.gradients.of(unit) for unit in self.units}
         taking_part = {
-            unit: found for unit in self.units if (found := self._taking_part(unit, self.gradients.of(unit), groups))
+            unit: found for unit in self.units if (found := self._taking_part(unit, gradients_of[unit], groups))
         }
         stepping = {
             spec: SteppingParameter(self.parameters[spec], group)
@@ -112,7 +113,7 @@ class Verdict:
         }
         self.rule.begin_step(stepping)
         for unit, found in taking_part.items():
-            update = self._update(unit, found, self.gradients.of(unit), common)
+            update = self._update(unit, found, gradients_of[unit], common)
             if update is not None:
                 updates.append(update)
         for spec in stepping:
@@ -140,10 +141,22 @@ class Verdict:
         factor: float = 1.0,
     ) -> UnitUpdate | None:
         segments: list[Segment] = []
+        start = stop = -1
+        last: Hashable = None
         for spec, group in taking_part.items():
-            if spec.numel:
-                self._append(segments, spec, self._frozen(spec, group, common, gradients[spec].scale * factor))
-        return UnitUpdate(unit, tuple(segments), tuple(map(gradients.__getitem__, taking_part))) if segments else None
+            if not spec.numel:
+                continue
+            frozen = self._frozen(spec, group, common, gradients[spec].scale * factor)
+            is_same = stop >= 0 and (last is frozen or last == frozen)
+            if not is_same or spec.offset - stop >= ALIGNMENT:
+                if stop >= 0:
+                    segments.append(Segment(start, stop, last))
+                start, last = spec.offset, frozen
+            stop = spec.offset + spec.numel  # neighbours that take the same step are one segment
+        if stop < 0:
+            return None
+        segments.append(Segment(start, stop, last))
+        return UnitUpdate(unit, tuple(segments), tuple(map(gradients.__getitem__, taking_part)))
 
     def _taking_part(
         self, unit: UnitSpec, gradients: Mapping[ParameterSpec, Gradient], groups: dict[int, Group]
@@ -166,18 +179,8 @@ class Verdict:
             common[key] = self.rule.freeze(spec, group, step, scale)
         return common[key]
 
-    def _append(self, segments: list[Segment], spec: ParameterSpec, frozen: Hashable) -> None:
-        """Neighbours that take the same step are one segment."""
-        last = segments[-1] if segments else None
-        same = last is not None and (last.frozen is frozen or last.frozen == frozen)
-        if last is not None and same and spec.offset - last.stop < ALIGNMENT:
-            segments[-1] = Segment(last.start, spec.offset + spec.numel, frozen)
-        else:
-            segments.append(Segment(spec.offset, spec.offset + spec.numel, frozen))
-
-    def _present(self) -> Iterator[tuple[ParameterSpec, Gradient]]:
-        for unit in self.units:
-            yield from self.gradients.of(unit).items()
+    def _present(self) -> list[tuple[ParameterSpec, Gradient]]:
+        return self.gradients.of_all()
 
     def _added_up(self, norms_squared: dict[ParameterSpec, float]) -> float:
         total = 0.0

@@ -30,3 +30,4 @@ for tokens in batches(given):
     print(f"loss {loss.item():.3f}")
 model_engine.save_checkpoint(str(given.out))
 model_engine.destroy()
+print(f"a checkpoint is in {given.out}: offload export {given.out} WEIGHTS makes safetensors of it")

@@ -25,3 +25,4 @@ with OffloadEngine.from_pretrained(
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     engine.save_model(given.out / "weights")
+print(f"the weights are in {given.out / 'weights'}; offload report {given.out / 'run'} draws the run")

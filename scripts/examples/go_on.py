@@ -23,3 +23,4 @@ with OffloadEngine.from_pretrained(
         engine.step()
         print(f"step {engine.global_step}: loss {loss.item():.6f}", flush=True)
     engine.save_model(given.out)
+print(f"the weights are in {given.out}")

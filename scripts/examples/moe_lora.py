@@ -27,3 +27,4 @@ with OffloadEngine(
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     engine.save_model(given.out)
+print(f"the adapter is in {given.out}")

@@ -478,6 +478,24 @@ def test_what_is_not_there_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, 
     engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("config", "optimizer", "said"),
+    [
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "Adafactor",
+         r"master_dtype='bf16' needs.*with a kernel.*\(in the ds_config: bf16.bf16_master_weights_and_grads\)"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "Adafactor",
+         r"moments_dtype.*\(in the ds_config: bf16.bf16_optimizer_states\)"),
+        ({"offload_engine": {"host_memory": 1}}, "AdamW",
+         r"raise host_memory to 36864\. \(offload explain BudgetError\)"),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_engine_names_the_key_of_the_file(config: dict, optimizer: str, said: str):
+    model = nn.Linear(4, 4)
+    built = getattr(torch.optim, optimizer)(model.parameters())
+    with pytest.raises(ConfigError, match=said):
+        deepspeed.initialize(model=model, optimizer=built, config={"train_micro_batch_size_per_gpu": 1, **config})
+
+
 def test_without_an_optimizer_it_only_runs():
     engine, optimizer, _, schedule = deepspeed.initialize(model=gpt(), config={"train_batch_size": 1})
     assert optimizer is None and schedule is None and engine(tokens(0, 1, 4)).shape == (1, 4, VOCAB)

@@ -42,9 +42,9 @@ rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (32, 8
 arguments = TrainingArguments(
     sys.argv[1] + "/run", per_device_train_batch_size=4, save_steps=2, report_to=[], disable_tqdm=True, use_cpu=True
 )
-OffloadTrainer(
+trainer = OffloadTrainer(
     LlamaForCausalLM(config), arguments, train_dataset=rows, callbacks=[CtrlC()], offload={"nvme_path": sys.argv[1]}
-).train()
+)
 """
 
 
@@ -52,7 +52,13 @@ OffloadTrainer(
     ("library", "program", "status", "said"),
     [
         ("lightning", _LIGHTNING, 1, "none of its 3 steps is saved"),
-        ("transformers", _TRANSFORMERS, -signal.SIGINT, "step 2 is in {path}/run/checkpoint-2/"),
+        ("transformers", _TRANSFORMERS + "trainer.train()", -signal.SIGINT, "step 2 is in {path}/run/checkpoint-2/"),
+        (
+            "transformers",
+            _TRANSFORMERS + "with trainer:\n    trainer.train()",
+            -signal.SIGINT,
+            "step 2 is in {path}/run/checkpoint-2/",
+        ),
     ],
 )
 def test_the_last_line_of_a_trainer_says_what_is_kept(tmp_path: Path, library, program, status, said):
@@ -61,3 +67,4 @@ def test_the_last_line_of_a_trainer_says_what_is_kept(tmp_path: Path, library, p
     ended = forked.run(program, tmp_path)
     assert ended.returncode == status, ended.stderr
     assert f"offload: interrupted after step 3: {said.format(path=tmp_path)}" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -6,7 +6,7 @@ A case is written once, with the engine's calls: plain PyTorch has ``Plain``, wh
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ class Plain:
             self.clip_grad_norm_(self._clipping)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def together(
+        self, micro_batches: Iterable[Any], run: Callable[[Any], Any], at_once: int | None = None
+    ) -> list[Any]:
+        return [run(each) for each in micro_batches]
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)

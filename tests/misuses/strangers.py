@@ -60,7 +60,8 @@ def same_bits(title, **options):
 def trained(place, model, *, call=None, penalty=None, between=None, after=None, steps=3, data=batch, **options):
     """Losses, the last gradients, and all values. ``call`` is the forward, ``between`` comes after backward and
     ``after`` after a step; what they give is compared, too."""
-    engine = place.wrap(model, optimizer=Exact, lr=0.05, optimizer_options={"momentum": 0.9}, **options)
+    options = {"optimizer": Exact, "lr": 0.05, "optimizer_options": {"momentum": 0.9}, **options}
+    engine = place.wrap(model, **options)
     model, found, last = engine.module, [], {}
     for step in range(steps):
         x = data(step)

@@ -14,7 +14,7 @@ from tiny import Block, batches, loss_of, train
 from torch import nn
 from torch._dynamo.utils import counters
 
-from offload import ActivationError, ConfigError, OffloadEngine, StorageIOError
+from offload import ActivationError, ConfigError, OffloadEngine, OffloadError, StorageIOError
 from offload.testing.simulated import SimulatedDevice
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
@@ -190,3 +190,88 @@ def test_a_fault_in_one_micro_batch_ends_all_and_the_next_step_trains(
                 pool.drain()
                 assert (pool.taken_bytes, pool.nvme_bytes) == (0, 0)
     assert same(*results)
+
+
+class Saving(nn.Module):
+    """A layer that has its weight itself, so that all that it saves goes over the tiers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+
+class Negative(Saving):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.complex(x, x @ self.weight).conj().imag * torch.tanh(x)
+
+
+class Dual(Saving):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            out, tangent = torch.autograd.forward_ad.unpack_dual(torch.tanh(dual @ self.weight))
+        return out + tangent
+
+
+class Asking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] @ ctx.saved_tensors[1].t(), ctx.saved_tensors[0].t() @ gradients[0]
+
+
+class AskingTwice(Saving):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Asking.apply(torch.sigmoid(Asking.apply(x, self.weight)) * x, self.weight)
+
+
+class HooksInside(Saving):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return torch.tanh(x @ self.weight)
+
+
+@pytest.mark.parametrize("mode", [{}, NVME, HOST, RECOMPUTE])
+@pytest.mark.parametrize("layer", [Negative, Dual, AskingTwice, HooksInside])
+def test_odd_tensors_that_a_forward_saves_come_back_as_they_were(layer: Any, mode: dict[str, Any], tmp_path: Path):
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.LayerNorm(64), layer(), nn.Linear(64, 64))
+        return nn.ModuleDict({"first": nn.Linear(64, 64), "blocks": nn.ModuleList([layer(), block])})
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        x = model["first"](torch.randn(80, 64, generator=torch.Generator().manual_seed(1)))
+        for part in model["blocks"]:
+            x = part(x)
+        x.square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients(make())
+    with OffloadEngine(make(), nvme_path=tmp_path, precision="fp32", **mode) as engine:
+        assert all(map(torch.equal, gradients(engine.module), expected))
+
+
+class Renamed(nn.Module):
+    """Each run makes a dimension of another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.nested_tensor_from_jagged(self.norm(x), torch.tensor([0, 10, 80]))
+        return torch.tanh(self.linear(rows)).values()
+
+
+def test_a_second_run_that_saves_other_tensors_is_an_error_of_the_unit():
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Renamed(), Renamed()])})
+    with OffloadEngine(model, precision="fp32", **RECOMPUTE):
+        x = torch.randn(80, 64)
+        for block in model["blocks"]:
+            x = block(x)
+        with pytest.raises(OffloadError, match=r"blocks\.1.*Do not recompute it"):
+            x.sum().backward()

@@ -148,8 +148,7 @@ def test_a_durable_run_goes_on_with_moments_in_another_format(tmp_path: Path):
     with OffloadEngine(make_model(), moments_dtype="int8", **options) as engine:
         train(engine, 3)
         numbers = numbers_of(engine)
-    with pytest.warns(UserWarning, match="holds step 3"):
-        engine = OffloadEngine(make_model(1), moments_dtype="fp32", **options)
+    engine = OffloadEngine(make_model(1), moments_dtype="fp32", **options)
     with engine:
         engine.load_checkpoint()
         assert_equal_states(numbers_of(engine), numbers)
@@ -304,8 +303,7 @@ def test_the_last_commit_comes_when_the_model_is_gone(tmp_path: Path, has_extra_
     else:
         optimizer._engine.checkpoints.finish(None)
     optimizer._engine.passes.closers.close()
-    with pytest.warns(UserWarning, match=f"holds step {1 if has_extra_state else 2}"):
-        engine = OffloadEngine(make(1), **options)
+    engine = OffloadEngine(make(1), **options)
     with engine:
         engine.load_checkpoint()
         if not has_extra_state:

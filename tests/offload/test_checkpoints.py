@@ -151,8 +151,7 @@ def test_a_durable_run_goes_on_by_itself(tmp_path: Path, every: int):
         assert engine.load_checkpoint() is None
         assert train(engine, 2) == expected[:2]
     for budget, steps in ((small, 3), ("1GiB", 4), (small * 5 // 4, 5), (small, 6)):
-        with pytest.warns(UserWarning, match=f"nvme_path holds step {steps - 1} of an earlier run"):
-            engine = OffloadEngine(make_model(2), host_memory=budget, **options)
+        engine = OffloadEngine(make_model(2), host_memory=budget, **options)
         with engine:
             engine.load_checkpoint()
             assert engine.global_step == steps - 1
@@ -175,8 +174,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert forked.run(program).returncode == -9
     with OffloadEngine(make_model(), lr=1e-3) as engine:
         expected = train(engine, 5)
-    with pytest.warns(UserWarning, match="holds step 3"):
-        engine = OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=1)
+    engine = OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=1)
     with engine:
         engine.load_checkpoint()
         assert train(engine, 5) == expected[3:]
@@ -189,8 +187,9 @@ engine = OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durab
 train(engine, 3)
 """
     forked.run_well(program)
-    with pytest.warns(UserWarning, match="holds step 3"):
-        OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=10).close()
+    with OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=10) as engine:
+        engine.load_checkpoint()
+        assert engine.global_step == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -212,8 +211,7 @@ with OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1
     last = int((output.split() or ["3"])[-1])
     with OffloadEngine(make_model(), lr=1e-3) as engine:
         expected = train(engine, last + 2)
-    with pytest.warns(UserWarning, match=f"holds step ({last}|{last + 1}) "):
-        engine = OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=1000)
+    engine = OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=1000)
     with engine:
         engine.load_checkpoint()
         first = engine.global_step
@@ -294,8 +292,7 @@ def test_a_durable_run_knows_the_checkpoints_of_the_process_before(tmp_path: Pat
                 engine.save_checkpoint(saved)
             assert len(engine._session.parts.tiers.store.retained) == 3
     shutil.rmtree(saved / "step11")
-    with pytest.warns(UserWarning, match="holds step 12"):
-        engine = OffloadEngine(make_model(), **options)
+    engine = OffloadEngine(make_model(), **options)
     with engine:
         assert len(engine._session.parts.tiers.store.retained) == 2
         engine.load_checkpoint(saved, "step10")
@@ -307,8 +304,7 @@ def test_a_run_resumes_on_a_disk_that_it_has_filled_itself(tmp_path: Path, monke
     with OffloadEngine(make_model(), **options) as engine:
         train(engine, 2)
     monkeypatch.setattr("offload.planning.free_bytes_of", lambda paths: 0.0)
-    with pytest.warns(UserWarning, match="holds step 2"):
-        engine = OffloadEngine(make_model(1), **options)
+    engine = OffloadEngine(make_model(1), **options)
     with engine:
         engine.load_checkpoint()
         assert engine.global_step == 2
@@ -479,8 +475,7 @@ def test_a_change_from_outside_waits_for_the_commit_under_way(tmp_path: Path):
                 parameter.fill_(1.0)  # after it
         gc.collect()
         engine._session.failure.record(KeyboardInterrupt())  # no commit at the end
-    with pytest.warns(UserWarning, match="holds step 1"):
-        engine = OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=1)
+    engine = OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=1)
     with engine:
         engine.load_checkpoint()
         assert bits(engine.module).eq(0).all()
@@ -508,8 +503,7 @@ def test_running_statistics_go_on(tmp_path: Path):
     shutil.rmtree(tmp_path / "run-1.store")
     with OffloadEngine(make(), nvme_path=tmp_path, durable=1) as engine:
         go_on(engine, 2)
-    with pytest.warns(UserWarning, match="holds step 2"):
-        engine = OffloadEngine(make(), nvme_path=tmp_path, durable=1)
+    engine = OffloadEngine(make(), nvme_path=tmp_path, durable=1)
     with engine:
         engine.load_checkpoint()
         assert go_on(engine, 4) == expected[2:]
@@ -583,9 +577,28 @@ def test_what_a_killed_process_left_unfinished_goes_and_is_no_checkpoint(tmp_pat
 
 
 def durable(path: Path, **options) -> OffloadEngine:
+    return OffloadEngine(make_model(), lr=1e-3, nvme_path=path, host_memory=least(path), durable=1, **options)
+
+
+def test_who_trains_over_an_earlier_run_is_warned_before_the_first_step_and_who_goes_on_is_not(tmp_path: Path):
+    with durable(tmp_path) as engine:
+        train(engine, 3)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*holds step")
-        return OffloadEngine(make_model(), lr=1e-3, nvme_path=path, host_memory=least(path), durable=1, **options)
+        warnings.simplefilter("error")
+        durable(tmp_path).close()  # nothing was trained: nothing is replaced
+        with durable(tmp_path) as engine:
+            engine.load_checkpoint()
+            train(engine, 4)
+            assert engine.global_step == 4
+    with durable(tmp_path) as engine:
+        with pytest.warns(UserWarning, match="nvme_path holds step 4 of an earlier run"):
+            backward(engine, 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(engine, 2)
+    with durable(tmp_path) as engine:
+        engine.load_checkpoint()
+        assert engine.global_step == 2
 
 
 def test_checkpoints_beside_the_store_that_they_come_from_leave_it_alone(tmp_path: Path):

@@ -141,8 +141,15 @@ from offload import OffloadEngine
 path, how = Path(sys.argv[1]), sys.argv[2]
 engine = OffloadEngine(make_model(), lr=1e-3, nvme_path=path, host_memory=least(path), durable=int(how == "durable"))
 
+if how == "hooked":
+    sys.excepthook = lambda kind, error, trace: print(f"own: {kind.__name__}", file=sys.stderr)
+
 def run():
     train(engine, 2)
+    if how == "failed":
+        raise ValueError("another")
+    if how == "ended":
+        engine.close()
     if how == "saved":
         engine.save_checkpoint(path / "saved")
         train(engine, 3)
@@ -160,13 +167,22 @@ run()
     [
         ("closed", "after step 2: none of its 2 steps is saved. With durable=1, or engine.save_checkpoint"),
         ("open", "after step 2: none of its 2 steps is saved. With durable=1, or engine.save_checkpoint"),
-        ("saved", "after step 3: step 2 is in {path}/saved/step2; 1 steps since are not saved"),
+        ("saved", "after step 3: step 2 is in {path}/saved/step2; the step since is not saved"),
         ("durable", "after step 2: step 2 is committed under {path}: engine.load_checkpoint() goes on from it"),
     ],
 )
 def test_the_last_line_after_ctrl_c_says_what_is_kept(tmp_path: Path, how: str, said: str):
     ended = forked.run(_INTERRUPTED, tmp_path, how)
     assert ended.returncode == -signal.SIGINT
-    assert ended.stderr.splitlines().count("KeyboardInterrupt") == 1
-    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("offload: interrupted")]
+    (line,) = [line for line in ended.stderr.splitlines() if not line.startswith("  ")]
     assert line.startswith(f"offload: interrupted {said.format(path=tmp_path)}")
+
+
+@pytest.mark.parametrize("how", ["ended", "failed", "hooked"])
+def test_other_exceptions_are_shown_as_ever(tmp_path: Path, how: str):
+    ended = forked.run(_INTERRUPTED, tmp_path, how)
+    lines = ended.stderr.splitlines()
+    assert any(line.startswith("Traceback") for line in lines) == (how != "hooked")
+    assert any(line.startswith("offload: interrupted") for line in lines) == (how == "hooked")
+    assert lines.count("own: KeyboardInterrupt") == (how == "hooked")
+    assert (lines[-1] == "KeyboardInterrupt") == (how == "ended")

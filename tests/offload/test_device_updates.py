@@ -54,7 +54,7 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def take_a_second(meter: Meter, name: str, start: float) -> float:
         end_update(meter, name, start)
-        return 1.0
+        return start + 1.0
 
     monkeypatch.setattr(Pipeline, "_apply", count_cpu)
     monkeypatch.setattr(DeviceSide, "begin", count_device)

@@ -250,8 +250,10 @@ def train(
         def run(micro_batch: Any) -> float:
             return (body or forward_and_backward)(engine, micro_batch)
 
-        data, before = batches(steps * k), written_bytes(engine)
+        data, before = batches(steps * k), 0
         for step in range(steps):
+            if step == 1:  # in the first one a micro-batch runs alone
+                before = written_bytes(engine)
             micro_batches = iter(data[step * k : (step + 1) * k])
             losses += (
                 engine.together(micro_batches, run, at_once) if together else [run(each) for each in micro_batches]
@@ -261,7 +263,7 @@ def train(
             norms.append(report.grad_norm)
             reads.append(report.nvme_read_bytes)
         weights = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
-        written, planned = written_bytes(engine) - before, steps * engine.plan.step_write_bytes
+        written, planned = written_bytes(engine) - before, (steps - 1) * engine.plan.step_write_bytes
     return Outcome(losses, norms, weights, reads, written, planned)
 
 
@@ -634,20 +636,56 @@ def test_a_backward_after_the_call_is_refused(engine: OffloadEngine):
 
 
 def test_an_order_that_no_loop_has_is_refused(engine: OffloadEngine):
-    """The second one draws in the model, and then the first does."""
+    """The third one draws in the model, and then the second does. The first call of all, which is alone, does not."""
 
     def run(item: Any) -> None:
         index, micro_batch = item
         logits = engine(micro_batch[0])
-        if index == 1:
+        if index == 2:
             torch.rand(1)
         engine.backward(loss_of(logits, micro_batch[1]))
-        if index == 0:
+        if index == 1:
             torch.rand(1)
 
     with pytest.warns(UserWarning, match="draws random"), pytest.raises(OffloadError, match="A loop has another order"):
-        engine.together(enumerate(batches(2)), run)
-    engine.together(enumerate(batches(2)), run)  # one after the other
+        engine.together(enumerate(batches(3)), run)
+    engine.together(enumerate(batches(3)), run)  # one after the other
+
+
+def looks_at_a_gradient(engine: OffloadEngine) -> None:
+    _ = next(engine.module.parameters()).grad
+
+
+def writes_to_a_weight(engine: OffloadEngine) -> None:
+    with torch.no_grad():
+        engine.module.blocks[0].up.weight.mul_(0.9)
+
+
+def freezes_a_block(engine: OffloadEngine) -> None:
+    engine.module.blocks[0].requires_grad_(False)
+    engine.module.blocks[0].requires_grad_(True)
+
+
+def clips(engine: OffloadEngine) -> None:
+    engine.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("act", [looks_at_a_gradient, writes_to_a_weight, freezes_a_block, clips])
+def test_what_all_micro_batches_have_in_common_is_touched_in_the_order_of_the_loop_or_not_at_all(engine, act):
+    """The first call does not show it."""
+
+    def run(item: Any) -> float:
+        index, micro_batch = item
+        loss = loss_of(engine(micro_batch[0]), micro_batch[1])
+        engine.backward(loss)
+        if index == 1:
+            act(engine)
+        return loss.item()
+
+    with pytest.warns(UserWarning, match="one after the other"), pytest.raises(OffloadError, match="another order"):
+        engine.together(enumerate(batches(3)), run)
+    assert len(engine.together(enumerate(batches(3)), run)) == 3  # one after the other
+    engine.step()
 
 
 def test_a_call_within_a_forward_is_refused(engine: OffloadEngine):

@@ -75,7 +75,7 @@ def test_gradients_are_put_away_at_the_rate_that_a_backward_has_shown():
     with torch.device("meta"):
         model = Model("tiny", Tiny(), 4, 128, 0, 256)
     workload = Workload(batch=4, sequence=16, precision="fp32")
-    cores = probe.core_rates(model, workload, 1.0, lambda: None, lambda: time.sleep(0.001))
+    cores = probe.core_rates(probe.Trial.of(model, workload), 1.0, lambda: None, lambda: time.sleep(0.001))
     assert 0 < cores.gradients < math.inf
     machine = Machine(
         host_bytes=1 << 30, nvme_bytes=0, nvme=None, cores=replace(cores, gradients=math.inf), update=4e10,
@@ -99,7 +99,7 @@ def test_what_compute_and_sweeps_reach_together_says_how_much_of_the_cores_they_
 
 
 def test_a_slow_core_is_tried_on_fewer_tokens(monkeypatch: pytest.MonkeyPatch):
-    workload, now = Workload(batch=4, sequence=512), 0.0
+    trial, now = probe.Trial(1024, 2, 4, 512, 1024, torch.float32, ()), 0.0
     monkeypatch.setattr(probe.time, "perf_counter", lambda: now)
 
     def size_at(tokens_per_second: float) -> tuple[int, int]:
@@ -110,7 +110,7 @@ def test_a_slow_core_is_tried_on_fewer_tokens(monkeypatch: pytest.MonkeyPatch):
 
             return round_
 
-        return probe._size_of_round(work, workload, most_tokens=1024)
+        return probe._size_of_round(work, trial)
 
     assert size_at(1e6) == (2, 512)  # all that may be tried
     assert size_at(1000) == (1, 128)  # 64 tokens are over too soon to be twice as long as is waited for

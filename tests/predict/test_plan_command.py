@@ -34,6 +34,12 @@ GIVEN = ["--gpu", "h100", "--device-memory", "4GiB", "--nvme", "7GB/s,5GB/s,3.8T
 ONE = ["plan", "--parameters", "1e9", *GIVEN, "--host-memory", "4GiB"]
 
 
+@pytest.fixture(autouse=True)
+def own_measurements(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured here is not kept for the machine's user."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+
+
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -166,6 +167,22 @@ def test_a_config_of_hugging_face(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "none that there is"}))
     with pytest.raises(ConfigError, match="not a config of a model"):
         from_hugging_face(tmp_path)
+
+
+def test_what_libraries_log_while_shapes_are_made_is_not_shown(tmp_path: Path):
+    """A bert without a decoder: transformers says something of it, torchao and torch of kernels that they lack."""
+    config = {
+        "model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 1000,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = (
+        "import logging, sys\nfrom pathlib import Path\nfrom offload.predict.model import from_hugging_face\n"
+        "from_hugging_face(Path(sys.argv[1]))\nassert 'transformers' in sys.modules\n"
+        "logging.getLogger('another').warning('heard')\n"
+    )
+    made = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, check=True, text=True)
+    assert (made.stdout, made.stderr) == ("", "heard\n")
 
 
 def test_only_the_experts_that_a_token_passes_compute(tmp_path: Path):

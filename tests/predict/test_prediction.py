@@ -276,7 +276,7 @@ def test_ranks_that_compute_on_cpus_take_the_plan_that_the_engine_makes_for_them
         least = least_host_bytes(model, here(0, network=network), workload)
         found = predict(model, here(least, network=network), workload)
         whole = model.units(torch.float32, ranks)
-        expected = plan_ranks(whole, Formats.of(workload.config()), shard, ranks)
+        expected = plan_ranks(whole, Formats.of(workload.config), shard, ranks)
         assert found.plan is not None and found.plan.ranks == expected and not found.plan.speculative
         assert found.plan.compute_bytes >= expected.nbytes
         idle = predict(model, here(least, network=replace(network, gather_cores=0.0, exchange_cores=0.0)), workload)

@@ -68,7 +68,11 @@ def initialize(
     own = _built(optimizer, model, model_parameters)
     options = _options(translation, model, own, model_parameters)
     _print_once(translation)
-    engine = OffloadEngine(model, **options)
+    try:
+        engine = OffloadEngine(model, **options)
+    except ConfigError as error:
+        error.args = (translation.in_keys(str(error.args[0])), *error.args[1:])
+        raise
     try:
         scheduler = _scheduler(translation, engine, lr_scheduler)
         wrapped = DeepSpeedEngine(engine, translation, scheduler, own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,16 @@ class Translation:
         own = self.optimizer.options() if self.optimizer is not None else {}
         return {**own, **self.engine_options}
 
+    def in_keys(self, message: str) -> str:
+        """An error of the engine about its options, with the keys of the file that they are here."""
+        found = {
+            row.key: None
+            for name in self.engine_options
+            for row in self.rows
+            if row.effect is Effect.HONOURED and _names(name, message) and _names(name, row.says)
+        }
+        return f"{message} (in the ds_config: {', '.join(found)})" if found else message
+
     def replaced(self, section: str) -> Translation:
         """The same where the script gives what the file has in ``section``: "optimizer" or "scheduler"."""
         says = f"the {section} that initialize was given is used"
@@ -68,6 +79,10 @@ class Translation:
         ]
         gone: dict[str, Any] = {section: None}
         return dataclasses.replace(self, rows=tuple(idle), **gone)
+
+
+def _names(option: str, text: str) -> bool:
+    return re.search(rf"\b{option}\b", text) is not None
 
 
 def translate(config: object, args: object = None, optimizer: torch.optim.Optimizer | None = None) -> Translation:

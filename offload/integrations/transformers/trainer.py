@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -92,16 +93,22 @@ class OffloadTrainerMixin(Trainer):
     def close(self, discard: bool = False) -> None:
         """End the engine and that of the reference model. The models have their weights again, if they fit into memory:
         see ``OffloadEngine.close``. Safe to call twice."""
-        engines, self._engine, self._reference = (self._engine, self._reference), None, None
-        for engine in engines:
-            if engine is not None:
-                engine.close(discard)
+        for engine in self._given_up():
+            engine.close(discard)
 
     def __enter__(self) -> OffloadTrainerMixin:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for engine in self._given_up():
+            engine.__exit__(kind, error, traceback)
+
+    def _given_up(self) -> list[OffloadEngine]:
+        """The engines, which are the trainer's no longer."""
+        engines, self._engine, self._reference = (self._engine, self._reference), None, None
+        return [engine for engine in engines if engine is not None]
 
     # The engine, and the optimizer over it.
 

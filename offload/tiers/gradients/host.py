@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from offload import kernels
-from offload.dtypes import kernel_dtype
+from offload.dtypes import KERNEL_DTYPES, kernel_dtype
 from offload.memory import tensor_at
 from offload.tiers.gradients.unit import UnitGradients
 from offload.units import ParameterSpec
@@ -58,8 +58,7 @@ class HostGradients(UnitGradients):
 
     def _bring(self, bring: kernels.Bring, spec: ParameterSpec, gradient: torch.Tensor) -> float:
         self._changes()
-        threads = torch.get_num_threads()
-        source_dtype = kernel_dtype(gradient.dtype)
+        threads, source_dtype = torch.get_num_threads(), KERNEL_DTYPES[gradient.dtype]
         return bring(spec.numel, self._address(spec), self._kernel_dtype, gradient.data_ptr(), source_dtype, threads)
 
     def _tensor(self, spec: ParameterSpec) -> torch.Tensor:

@@ -77,7 +77,7 @@ class OwnGradients:
     # The sink: see ``GradientSink``.
 
     def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
-        own = self._own.get(spec)
+        own = self._own.get(spec) if self._own else None
         tensor = None if own is None else own.tensor()
         if tensor is not None:
             with torch.no_grad():
@@ -112,7 +112,7 @@ class OwnGradients:
         self._sink.use_up(unit, specs)
 
     def forget(self, unit: UnitSpec) -> None:
-        for spec in unit.parameters:
+        for spec in unit.parameters if self._own else ():
             self.drop(spec)
         self._sink.forget(unit)
 

@@ -16,12 +16,12 @@ import torch
 
 from offload.memory import tensor_at
 from offload.ranks.agreement import Place
-from offload.tiers.gradients.unit import UnitGradients
+from offload.tiers.gradients.unit import Loan, UnitGradients
 from offload.units import ParameterSpec, UnitSpec
 from swapper import OffloadError
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Gradient:
     """A parameter's gradient for the coming step, without its elements."""
 
@@ -29,22 +29,33 @@ class Gradient:
     """Of the elements as they are stored, before they are multiplied by ``scale``."""
     scale: float
     """Factor that the elements are still to be multiplied by: loss scaling and clipping cost no pass over them."""
-    first_asked: float = math.nan
+    first_asked: float
     """The square of the norm when it was first asked for, which is before it was clipped."""
-    came_with: float = math.nan
+    came_with: float
     """``scale`` as it was before anything was multiplied between backward and step."""
-    own_squares: float = math.nan
+    own_squares: float
     """Of this rank's elements, once ``sum_squares`` is of all ranks'."""
-    origin: object = field(default_factory=object, compare=False, repr=False)
+    origin: object = field(compare=False, repr=False)
     """Mark that it shares with what it was before others were added to it. One in its place has another."""
 
-    def __post_init__(self) -> None:
-        if math.isnan(self.came_with):
-            self.came_with = self.scale
+    def __init__(
+        self,
+        sum_squares: float,
+        scale: float,
+        first_asked: float = math.nan,
+        came_with: float = math.nan,
+        own_squares: float = math.nan,
+        origin: object = None,
+    ) -> None:
+        """It comes with this scale if nothing else is said, and is another one than all before without an
+        ``origin``."""
+        self.sum_squares, self.scale, self.first_asked, self.own_squares = sum_squares, scale, first_asked, own_squares
+        self.came_with = scale if math.isnan(came_with) else came_with
+        self.origin = object() if origin is None else origin
 
     def ask(self) -> float:
         """``norm_squared``, for a verdict or for clipping."""
-        now = self.norm_squared
+        now = self.sum_squares * self.scale * self.scale
         if math.isnan(self.first_asked):
             self.first_asked = now
         return now
@@ -124,6 +135,15 @@ class GradientStore:
         """The unit's gradients for the coming step: of each parameter that has one."""
         return self._of[unit.index].known
 
+    def of_all(self) -> list[tuple[ParameterSpec, Gradient]]:
+        """The same of all units, in order."""
+        return [item for of in self._of for item in of.known.items()]
+
+    def lend(self, units: Iterable[UnitSpec]) -> list[Loan | None]:
+        """The gradients of these units where they still lie: see ``UnitGradients.lend``."""
+        places = [self._of[unit.index].gradients for unit in units]
+        return [place.lend() if place.spills else None for place in places]
+
     def find(self, unit: UnitSpec, spec: ParameterSpec) -> Gradient | None:
         """Return what is known of the parameter's gradient for the coming step, else of that of the last one."""
         of = self._of[unit.index]
@@ -146,8 +166,14 @@ class GradientStore:
 
     def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """The scale is applied by the update, unless gradients with different ones meet."""
-        self._of[unit.index].is_open = True
-        self._add(unit, spec, gradient, scale)
+        of = self._of[unit.index]
+        of.is_open = True
+        if spec in of.known or of.zeroed:
+            self._add(of, spec, gradient, scale)
+            return
+        self._num_changes += 1
+        of.used.pop(spec, None)
+        of.known[spec] = Gradient(of.gradients.put(spec, plain(gradient)), scale)
 
     def landed(self, unit: UnitSpec, spec: ParameterSpec, scale: float, sum_squares: float) -> None:
         """The gradient, the first one of a step, has been put where ``gradients_of(unit).landing(spec)`` says."""
@@ -167,7 +193,8 @@ class GradientStore:
         """All gradients of this backward are in their places: spilled ones go to the store."""
         of = self._of[unit.index]
         of.is_open = False
-        self._put_zeros(of)
+        if of.zeroed:
+            self._put_zeros(of)
         of.gradients.close()
 
     def complete(self) -> Iterator[UnitSpec]:
@@ -191,8 +218,11 @@ class GradientStore:
 
     def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
         of = self._of[unit.index]
-        of.used = {spec: gradient for spec, gradient in of.known.items() if spec in specs}
-        of.known = {spec: gradient for spec, gradient in of.known.items() if spec not in specs}
+        if all(map(specs.__contains__, of.known)):
+            of.used, of.known = of.known, {}
+        else:
+            of.used = {spec: gradient for spec, gradient in of.known.items() if spec in specs}
+            of.known = {spec: gradient for spec, gradient in of.known.items() if spec not in specs}
         of.is_open = False
         if not of.known:
             of.gradients.forget()
@@ -239,7 +269,7 @@ class GradientStore:
         of, before = self._of[unit.index], self.find(unit, spec)
         of.known.pop(spec, None)
         of.zeroed.discard(spec)
-        self._add(unit, spec, value.to("cpu", torch.float32), 1.0)
+        self._add(of, spec, value.to("cpu", torch.float32), 1.0)
         if before is not None:
             of.known[spec].origin = before.origin
         self._close_outside(of)
@@ -285,12 +315,12 @@ class GradientStore:
             for gradient in self.of(unit).values():
                 gradient.scale *= factor
 
-    def _add(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
+    def _add(self, of: _OfUnit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
         self._num_changes += 1
-        of, gradient = self._of[unit.index], plain(gradient)
+        gradient = plain(gradient)
         of.used.pop(spec, None)
         before = of.known.get(spec)
-        origin = object() if before is None else before.origin
+        origin = None if before is None else before.origin
         if before is None or spec in of.zeroed:
             of.zeroed.discard(spec)
             sum_squares = of.gradients.put(spec, gradient)

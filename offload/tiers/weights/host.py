@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import aio_ext
 from offload.report.meter import Meter
+from offload.tiers.fence import UpdateFence
 from offload.tiers.home import Transfer, UnitHomes
 from offload.tiers.weights.cache import WeightCache
 from offload.tiers.weights.carrier import Carrier
@@ -128,18 +129,19 @@ class HostLevel(CacheLevel[HostPlace]):
 
     # Uses, on any thread.
 
-    def take(self, pin: Pin[HostPlace], *, training: bool) -> None:
+    def pin(self, unit: UnitSpec, purpose: Purpose = Purpose.COMPUTE) -> Pin[HostPlace]:
         if self._streams:
-            self.cache.take(pin)
-        else:
-            self.fence.wait(pin.entry.unit)
+            return super().pin(unit, purpose)
+        return _PinOfResident(self.cache.entries[unit.index], purpose, self, self.fence)
+
+    def take(self, pin: Pin[HostPlace], *, training: bool) -> None:
+        self.cache.take(pin)
 
     def release(self, pin: Pin[HostPlace]) -> None:
-        if self._streams:
-            with self.cache.monitor:
-                self.cache.release(pin)
-                if pin.purpose is Purpose.COMPUTE:
-                    self.cache.fetch_ahead()
+        with self.cache.monitor:
+            self.cache.release(pin)
+            if pin.purpose is Purpose.COMPUTE:
+                self.cache.fetch_ahead()
 
     @contextlib.contextmanager
     def borrow(self, unit: UnitSpec, *, change: bool = False) -> Iterator[int]:
@@ -210,6 +212,10 @@ class HostLevel(CacheLevel[HostPlace]):
         self.fence.done(unit)
         self.cache.release(pin)
 
+    def updated(self, units: Sequence[UnitSpec]) -> None:
+        """The weights of these units, which are resident, are the new ones."""
+        self.fence.done(*units)
+
     def _wait_for_write(self, entry: Entry[HostPlace]) -> None:
         """Bytes in flight must not change, and a place of the store must not get two writes at a time: wait for the
         last write before the weights are touched again, also for one to the shadow, which came from another slot."""
@@ -217,6 +223,23 @@ class HostLevel(CacheLevel[HostPlace]):
         for write in (entry.write, None if home is None else home.write_in_flight):
             if write is not None:
                 write.wait()
+
+
+class _PinOfResident(Pin[HostPlace]):
+    """Pin where all weights are resident: each use goes through here, and waits for its update alone."""
+
+    __slots__ = ("_fence", "_unit")
+
+    def __init__(self, entry: Entry[HostPlace], purpose: Purpose, level: HostLevel, fence: UpdateFence) -> None:
+        super().__init__(entry, purpose, level)
+        self._unit = entry.unit
+        self._fence = fence
+
+    def take(self, *, training: bool = False) -> None:
+        self._fence.wait(self._unit)
+
+    def release(self) -> None:
+        pass
 
 
 def _resident_place(homes: UnitHomes) -> HostPlace | None:
