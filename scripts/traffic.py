@@ -120,10 +120,10 @@ def judge(case: Case, place: str, seen: Seen, needs: Needs) -> Iterator[str]:
     read, written = seen.total("read"), seen.total("write")
     if place == "all" and (read or written):
         yield f"all is resident, and {read:,.0f} are read and {written:,.0f} written"
-    if max(abs(seen.store_read - read), abs(seen.store_written - written)) > 0.01 * (read + written):
-        yield f"records: {read + written:,.0f}, the store: {seen.store_read + seen.store_written:,.0f}"
     unit = max((item.unit.read_bytes(plan.formats.weights) for item in plan.units), default=0)
     slack = 2 * unit + 2 * plan.staging.tile_bytes
+    if max(abs(seen.store_read - read), abs(seen.store_written - written)) > slack:  # what is under way at the ends
+        yield f"records: {read + written:,.0f}, the store: {seen.store_read + seen.store_written:,.0f}"
     yield from _against_needs(case, seen, needs, slack)
     if case.is_planned and needs.num_backwards and not case.takes_weights_out:
         yield from _against_plan(seen, slack)
