@@ -164,6 +164,9 @@ class Gradients:
     def gradients_of(self, unit: UnitSpec) -> UnitGradients:
         return self.places[unit.index]
 
+    def lend(self, units: Iterable[UnitSpec]) -> list[object]:
+        return [self.places[unit.index].lend() for unit in units]
+
 
 class Room:
     """Speculative updates of ``num_units`` units u0, u1, ... with two parameters and ``num_tiles`` tiles each."""

@@ -74,7 +74,8 @@ class Activations:
             forward = RecomputedForward(modules[unit], unit)
             hooks.installed.add(forward)
             if mode == "auto":
-                costs = ForwardCosts(clock, lambda: processor.free_bytes() // num_sharers, unit.holds)
+                free_bytes = lambda: processor.free_bytes() // num_sharers  # noqa: E731
+                costs = ForwardCosts(clock, free_bytes, unit.holds, hooks.runs_alone)
                 forward.costs = costs
                 measured.append((forward, costs))
         if measured:

@@ -65,11 +65,15 @@ class ForwardCosts(Unmeasured):
     clock: Clock
     free_bytes: Callable[[], int]
     is_weight: Callable[[torch.Tensor], bool]
+    runs_alone: Callable[[], bool]
+    """The call is one of a micro-batch that others will run together with in later steps."""
     input_bytes: int = 0
     """Of the largest call, like the next."""
     saved_bytes: int = 0
     num_alive: int = 0
     """Calls whose backward is to come."""
+    num_alone: int = 0
+    """Calls of a micro-batch that has run alone: they will be alive with those of the others."""
     most_alive: int = 0
     least_free_bytes: int = 1 << 62
     spans: list[tuple[Any, Any]] = field(default_factory=list)
@@ -84,7 +88,7 @@ class ForwardCosts(Unmeasured):
         tensors = [each for each in inputs if type(each) is torch.Tensor and each.layout is torch.strided]
         self.input_bytes = max(self.input_bytes, sum(each.nbytes for each in tensors))
         self.num_alive += 1
-        self.most_alive = max(self.most_alive, self.num_alive)
+        self.most_alive = max(self.most_alive, self.num_alive + self.num_alone)
         below = top_saved_tensors_hooks()
         if below is None:  # a transform of ``torch.func`` is under way
             yield
@@ -108,6 +112,7 @@ class ForwardCosts(Unmeasured):
 
     def again(self) -> None:
         self.num_alive = max(self.num_alive - 1, 0)
+        self.num_alone += self.runs_alone()
         self._look()
 
     def _look(self) -> None:

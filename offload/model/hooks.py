@@ -146,6 +146,10 @@ class Hooks:
         self._turns = turns
         return self.context
 
+    def runs_alone(self) -> bool:
+        """Other micro-batches will run together with one like this, which runs alone."""
+        return self._turns is not None and self._turns.first_is_alone
+
     def end_turns(self, context: HookContext) -> None:
         """All are over: ``context``, in which the caller's own calls are, goes on."""
         self._turns = None

@@ -191,6 +191,10 @@ class MicroBatches:
         return any(not each.is_one for each in self._all)
 
     @property
+    def first_is_alone(self) -> bool:
+        return not (self.habits.are_seen or self.habits.takes_turns)
+
+    @property
     def is_over(self) -> bool:
         """No thread touches anything any more."""
         return all(each.stage is Stage.OVER for each in self._all)
@@ -282,7 +286,7 @@ class MicroBatches:
         waiting = self._in_stage(Stage.WAITING)
         if self._error is not None:
             return waiting[0] if waiting else None
-        one_by_one = self._one_by_one or self.habits.takes_turns or not self.habits.are_seen
+        one_by_one = self._one_by_one or self.habits.takes_turns or self.first_is_alone
         if self._there_may_be_more and not (one_by_one and waiting):
             return self._begin_next()
         able = waiting[:1] if one_by_one else [each for each in waiting if not self._comes_too_early(each)]

@@ -40,6 +40,10 @@ class Interleaving(Protocol):
     """Micro-batches that are on their way together, each in a context: the hooks tell what they are about to do. Each
     call may raise in the place of a micro-batch, whose thread makes it. See ``offload.model.interleave``."""
 
+    @property
+    def first_is_alone(self) -> bool:
+        """The first context runs to its end before another one begins, this once."""
+
     def arrive(self, unit: UnitInModel, *, backward: bool) -> None:
         """The context is about to use a unit that it does not use yet: others may compute first."""
 

@@ -36,7 +36,7 @@ class OwnWrites:
         self._views = [parameter.data for parameter in parameters]
         """Memory to which each parameter belongs."""
         self._largest = max(self._views, key=torch.Tensor.numel, default=torch.empty(0))
-        self._in_place: tuple[int, list[int]] = 0, []
+        self._in_place: tuple[int, list[int]] = -1, []
         """The address of the largest view when it was asked last, and those of all of them then."""
         self._looks = {True: True, False: True}
         """At the bytes of what is no copy in RAM: in uses with gradients, and in those without."""

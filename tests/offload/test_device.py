@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from campaign import device_schedules, expect_trouble
-from tiny import Tiny, batches, loss_of, train
+from tiny import Tiny, batches, least_budget, loss_of, train
 
 from offload import BudgetError, ConfigError, OffloadEngine
 from offload.errors import DeviceMemoryError
@@ -279,7 +279,9 @@ def test_a_fault_of_the_store_reaches_the_training_thread(
     from swapper import StorageIOError
 
     device = SimulatedDevice(unsupported_reason="planted")
-    engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device, precision="bf16")
+    options: dict[str, Any] = {"device": device, "precision": "bf16"}
+    least = least_budget(make_model(), tmp_path, **options)
+    engine = OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=least, **options)
     train(engine, 1)
 
     def fail(self: HostLevel, pin: Any, **options: Any) -> None:

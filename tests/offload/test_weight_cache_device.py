@@ -165,7 +165,7 @@ def test_a_copy_that_does_not_begin_in_time_is_an_error(monkeypatch: pytest.Monk
 
 
 def test_an_error_that_the_host_meets_where_a_copy_ends_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = DeviceRig("ab", room=2)
+    rig = DeviceRig("ab", room=2, stored=True)
 
     def fail(unit: UnitSpec, **options: object) -> None:
         raise StorageIOError("write of b: EIO")
