@@ -86,6 +86,10 @@ class Host:
     def end_hold(self, unit: UnitSpec) -> None:
         self.room.tell("end hold", unit.name)
 
+    def updated(self, units: Sequence[UnitSpec]) -> None:
+        for unit in units:
+            self.room.tell("updated", unit.name)
+
     def bring(self, unit: UnitSpec) -> None:
         self.room.may_wait()
         self.room.tell("bring", unit.name)
