@@ -48,8 +48,9 @@ class HostWindows:
 
     def open(self, pin: Pin[Any]) -> bool:
         entry = pin.entry
-        self._windows[entry.unit.index].open((entry.place or pin.place).address)
-        return entry.state is not UnitState.PERMANENT
+        window = self._windows[entry.unit.index]
+        window.open((entry.place or pin.place).address)
+        return window.copies or entry.state is not UnitState.PERMANENT
 
     def close(self, pin: Pin[Any]) -> None:
         window = self._windows[pin.entry.unit.index]

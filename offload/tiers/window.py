@@ -53,10 +53,14 @@ class Window(Protocol):
 class HostWindow(Window, Protocol):
     """Can be opened on host memory, where it is.
 
+    ``copies``: it shows a copy of that memory, and what is written to it goes with the use.
     ``may_stay_open``: memory that nothing else comes to may stay under it beyond the use.
     ``gives_way``: what is kept would be another unit's memory. ``leave`` tells the open window that it is not, until
     the window makes this call, and whether the weights are in other memory from now on.
     """
+
+    @property
+    def copies(self) -> bool: ...
 
     @property
     def may_stay_open(self) -> bool: ...
@@ -84,6 +88,8 @@ class _Holds:
 
 class SwapWindow(_Holds):
     """Exchanges the pointer of the storage: no copy, nothing freed, a stray read of a closed window gives NaN."""
+
+    copies = False
 
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
         self.flat = tensor_at(poison.address, numel, dtype)
@@ -169,6 +175,7 @@ class SwapWindow(_Holds):
 class CopyWindow(_Holds):
     """Frees the storage by resizing and fills it again by copying: for a torch that cannot exchange pointers."""
 
+    copies = True
     gives_way = may_stay_open = False
     """Its memory is its own."""
 
