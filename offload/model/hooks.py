@@ -71,6 +71,7 @@ class Hooks:
         self.units = units
         self._begin_forward = outside_of_graphs(self._enter_unseen, _IN_PARTS)
         self._end_forward = outside_of_graphs(self._finish_forward, _IN_PARTS)
+        self._begin_backward = outside_of_graphs(self._reach, _IN_PARTS)
         self._listener = listener
         self._parameters = parameters
         self._serial = 0
@@ -266,7 +267,7 @@ class Hooks:
         """Have the backward tell when it comes to the call."""
         nodes = [node for leaf in leaves if (node := first_node(call.sequence, leaf)) is not None]
         for node in nodes:
-            node.register_prehook(lambda gradients: self._reach(call))
+            node.register_prehook(lambda gradients: self._begin_backward(call))
         if nodes and self._turns is not None:
             self._turns.left(call.unit, call.start)
 

@@ -155,6 +155,28 @@ def test_a_whole_model_is_compiled_in_parts() -> None:
         assert train(engine.module, engine.optimizer, range(1)) != []
 
 
+def test_a_backward_in_a_compiled_function_is_that_of_the_plain_one() -> None:
+    """The compiler looks at functions that are called in it, too: hooks of a graph."""
+
+    def run(compiled: bool) -> list[float]:
+        with OffloadEngine(model(2), **SETTINGS) as engine:
+
+            def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                loss = loss_of(engine.module(x), y)
+                loss.backward()
+                return loss
+
+            step = torch.compile(step, backend="eager") if compiled else step
+            losses = []
+            for x, y in batches(2):
+                losses.append(step(x, y).item())
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            return losses
+
+    assert run(compiled=True) == run(compiled=False)
+
+
 def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)

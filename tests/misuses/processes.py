@@ -369,7 +369,9 @@ def ddp(place):
     return found, values(engine.module)
 
 
-@family.works_or_refused("`DistributedDataParallel` before wrapping, in a group of one process", "process|Distributed")
+@family.works_or_refused(
+    "`DistributedDataParallel` before wrapping, in a group of one process", "process|Distributed|take clones"
+)
 def ddp_before(place):
     _group(place)
     model = nn.parallel.DistributedDataParallel(small())
