@@ -130,28 +130,15 @@ def clipped_by_hand(run: Any, index: int) -> None:
     run.step()
 
 
-def by_optimizer(run: Any, index: int) -> None:
-    """The loop of plain PyTorch."""
+def by_optimizer(run: Any, index: int, *, set_to_none: bool = True) -> None:
+    """The loop of plain PyTorch; of those who have gradients of zeros between steps, without ``set_to_none``."""
     tokens, targets = batch(index)
     loss = loss_of(run(tokens), targets)
     if not hasattr(run, "config"):
         run.backward(loss)
         run.step()
         return
-    run.optimizer.zero_grad()
-    loss.backward()
-    run.optimizer.step()
-
-
-def zeroed(run: Any, index: int) -> None:
-    """The plain loop of those who have gradients of zeros between steps."""
-    tokens, targets = batch(index)
-    loss = loss_of(run(tokens), targets)
-    if not hasattr(run, "config"):
-        run.backward(loss)
-        run.step()
-        return
-    run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.zero_grad(set_to_none=set_to_none)
     loss.backward()
     run.optimizer.step()
 
@@ -509,7 +496,7 @@ def cases() -> Iterator[Case]:
     yield PLAIN.but("reversed", make=Reversed, like=None)
     yield PLAIN.but("clipped always", options={"gradient_clipping": 1e-3}, like=None)
     yield PLAIN.but("clipped by hand", step=clipped_by_hand, like=None)
-    yield PLAIN.but("zeros between steps", step=zeroed)
+    yield PLAIN.but("zeros between steps", step=partial(by_optimizer, set_to_none=False))
     yield PLAIN.but("hooks on gradients", make=HookedGradients)
     yield PLAIN.but("two backwards", step=twice_backward, is_planned=False, like=None)
     yield PLAIN.but("average of weights", step=averaging, is_planned=False, like=None)
