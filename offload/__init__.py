@@ -65,18 +65,14 @@ _PUBLIC = {
 }  # fmt: skip
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = list(_HOMES)
-__version__: str
-
+__version__ = "0.1.0"
+"""The build reads it here: the sources know their version, installed or not."""
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used: the command line must not wait for torch to print a mistake."""
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("offload-engine")
     if name not in _HOMES:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
 from typer import Argument, Option
 
 from offload.cli.console import Json
@@ -25,7 +24,6 @@ else:
 
 # fmt: off
 def plan(
-    context: typer.Context,
     model: Annotated[str | None, Argument(metavar="MODEL", show_default=False,
         help="The name of a known model of the hub (Qwen/Qwen3-32B), a config.json or a folder with one, or "
              "MODULE:FACTORY, a function without arguments that returns a model. Or give --parameters.")] = None,
@@ -108,7 +106,7 @@ def plan(
 
     The answer comes from the engine's own planning, on this machine or on one that the options describe.
     """
-    asked = Asked(context.params)
+    asked = Asked(locals())  # values of the annotated types: a parser's own table has text for some
     with _uncollected():
         from offload.cli import plan_made  # all options are known to be right: now torch may take its time
 

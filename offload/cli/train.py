@@ -61,6 +61,7 @@ def train(
     Its model state may be far larger than the host memory given to it. Writes loss.png, memory.png and run.json to the
     folder --out, and prints a table and a sample of what the model writes.
     """
+    given = locals()
     if width % (2 * heads):
         raise typer.BadParameter(f"{width} is not divisible by twice the --heads, {2 * heads}", param_hint="--width")
     if verify is not None and verify > steps:
@@ -82,9 +83,9 @@ def train(
             text=tuple(str(path.absolute()) for path in [*(text or ()), *(paths or ())]),
             context=length,
             precision=chosen,
-            **{name: context.params[name] for name in _OF_SETTINGS},
+            **{name: given[name] for name in _OF_SETTINGS},
         ),
-        {name: context.params[name] for name in _OF_ENGINE},
+        {name: given[name] for name in _OF_ENGINE},
         out or Path(time.strftime("runs/%Y-%m-%d_%H-%M-%S")),
         num_verified=verify or 0,
         check=context.obj.check,

@@ -8,13 +8,13 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from aio_ext.profile import file_system, load_profile
+from offload import __version__
 from offload.config import OffloadConfig
 from offload.plan.plan import Plan
 from offload.ranks.topology import cpuinfo
@@ -29,7 +29,7 @@ def about(config: OffloadConfig, plan: Plan, model: str, bandwidths: Bandwidths 
     return {
         "format": FORMAT,
         "versions": {
-            "offload": metadata.version("offload-engine"),
+            "offload": __version__,
             "torch": torch.__version__,
             "Python": platform.python_version(),
             "Linux": platform.release(),
