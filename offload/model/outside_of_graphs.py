@@ -23,6 +23,7 @@ def outside_of_graphs(function: Callable[..., Any], reason: str) -> Callable[...
     def call(*arguments: Any) -> Any:
         return function(*arguments) if _compiler() is None else outside(*arguments)
 
+    call.__qualname__ = getattr(function, "__qualname__", call.__qualname__)  # the compiler's message names it
     found(torch._dynamo.decorators, "skip")(call)
     call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     call._torchdynamo_orig_callable = function  # type: ignore[attr-defined]

@@ -165,7 +165,7 @@ class CopyWindow(_Holds):
 
     copies = True
     open_at = 0
-    left = None
+    left: Callable[[], object] | None = None
     """Its memory is its own: it has nothing to leave."""
 
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
