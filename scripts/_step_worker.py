@@ -124,7 +124,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        self._engine.close()
+        self._engine.close(discard=True)
 
 
 SYSTEMS = {"in_memory": InMemory, "engine": Engine, "deepspeed_cpu": DeepSpeed, "deepspeed_nvme": DeepSpeed}

@@ -11,6 +11,7 @@ of its memory, or a little more, and the rest in RAM; and with the least of both
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import random
@@ -46,6 +47,8 @@ def check(seed: int, folder: Path) -> list[str]:
 
     with make() as engine:
         expected = program.run(engine, around)
+    del engine
+    gc.collect()
     device_memory = int(least(make, "device_memory") * rng.choice((1, 1.3, 3, 4, 5)))
     host_memory = int(least(make, "host_memory", device_memory=device_memory) * rng.choice((1, 1, 1.3, 2)))
     wrong = []
@@ -55,6 +58,7 @@ def check(seed: int, folder: Path) -> list[str]:
             if not _equal(program.run(engine, around), expected):
                 wrong.append(f"other bits than with all on the GPU: {budgets}")
         del engine
+        gc.collect()
         if (left := torch.cuda.memory_allocated() - before) > 0:
             wrong.append(f"{left} bytes are left on the GPU: {budgets}")
     return wrong
