@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
 
@@ -41,7 +42,7 @@ def check(seed: int, folder: Path) -> list[str]:
     """Run one program at each budget; what was wrong."""
     program, rng, around = Program(seed), random.Random(seed + 3), _Around()
 
-    def make(**budgets: int) -> OffloadEngine:
+    def make(**budgets: Any) -> OffloadEngine:
         options = program.options() | (program.activations if budgets else {})
         return OffloadEngine(program.model(), device="cuda", nvme_path=folder, **options, **budgets)
 
