@@ -70,7 +70,6 @@ class Part:
         return [sys.executable, *command] if command[0].endswith(".py") or command[0] == "-m" else command
 
 
-_IN_RAM = ["--size", "llama:8x2048", "--batch", "4", "--context", "1024", "--steps", "3"]
 _BATCHES = ["scripts/gpu_batches.py", "--batches", "1", "4", "8"]
 _THREE = ["--systems", "engine", "--sizes", "llama:26x3072", "--device-memory", "12GiB", "--budgets", "24GiB"]
 
@@ -80,8 +79,8 @@ PARTS = (
     Part("probe", 120, ["scripts/gpu_probe.py", "--json"]),
     Part("tests", 240, ["scripts/_each_test.py", "--seconds", "90", _GPU_TESTS]),
     Part("programs", 90, ["scripts/gpu_programs.py", "--seconds", "40"]),
-    Part("same-bits", 120, ["scripts/gpu_same_bits.py", *_IN_RAM]),
-    Part("same-bits-blocking", 120, ["scripts/gpu_same_bits.py", *_IN_RAM], {"CUDA_LAUNCH_BLOCKING": "1"}),
+    Part("same-bits", 120, ["scripts/gpu_same_bits.py"]),
+    Part("same-bits-blocking", 120, ["scripts/gpu_same_bits.py"], {"CUDA_LAUNCH_BLOCKING": "1"}),
     Part("layers", 90, [*_BATCHES, "--system", "in_memory", "--sizes", "llama:4x4096", "llama:8x4096"]),
     Part("7b", 300, [*_BATCHES, "--sizes", "llama:32x4096", "--device-memory", "16GiB", "--timeline", "{logs}"]),
     Part("3b-nvme", 240, [*_STEP, *_THREE, "--batch", "4", "--clipping", "0", "1"]),
