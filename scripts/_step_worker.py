@@ -125,7 +125,10 @@ class Engine:
         }
 
     def close(self) -> None:
-        self._engine.close()
+        try:
+            self._engine.close(discard=True)
+        except TypeError:  # an older one
+            self._engine.close()
 
 
 SYSTEMS = {"in_memory": InMemory, "engine": Engine, "deepspeed_cpu": DeepSpeed, "deepspeed_nvme": DeepSpeed, **PEERS}

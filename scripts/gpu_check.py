@@ -70,7 +70,7 @@ class Part:
         return [sys.executable, *command] if command[0].endswith(".py") or command[0] == "-m" else command
 
 
-_IN_RAM = ["--size", "llama:16x2048", "--batch", "4", "--context", "1024"]
+_IN_RAM = ["--size", "llama:8x2048", "--batch", "4", "--context", "1024", "--steps", "3"]
 _BATCHES = ["scripts/gpu_batches.py", "--batches", "1", "4", "8"]
 _PEERS = [
     *("scripts/gpu_batches.py", "--sizes", "llama:16x4096", "--batches", "4", "--warm-up", "1", "--seconds", "60"),
@@ -84,6 +84,7 @@ PARTS = (
     Part("kernels", 90, ["scripts/bench_gpu_kernels.py", "--json"]),
     Part("probe", 120, ["scripts/gpu_probe.py", "--json"]),
     Part("tests", 240, ["scripts/_each_test.py", "--seconds", "90", _GPU_TESTS]),
+    Part("programs", 90, ["scripts/gpu_programs.py", "--seconds", "40"]),
     Part("same-bits", 120, ["scripts/gpu_same_bits.py", *_IN_RAM]),
     Part("same-bits-blocking", 120, ["scripts/gpu_same_bits.py", *_IN_RAM], {"CUDA_LAUNCH_BLOCKING": "1"}),
     Part("layers", 90, [*_BATCHES, "--system", "in_memory", "--sizes", "llama:4x4096", "llama:8x4096"]),

@@ -174,6 +174,8 @@ def calls(device: Device, host: torch.Tensor, there: torch.Tensor) -> dict[str, 
 def launches_ahead() -> int:
     """Launches that a thread makes behind long kernels before one takes a millisecond."""
     long, short = torch.empty(1 << 28, device="cuda"), torch.empty(1 << 10, device="cuda")
+    short.add_(1)  # whose kernel is loaded when it is launched first
+    torch.cuda.synchronize()
     for _ in range(200):
         long.mul_(1.0)
     launched = 200

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import sys
 import tempfile
+import time
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ def _model(shape: Shape) -> nn.Module:
 def train(shape: Shape, steps: int, **options: Any) -> list[str]:
     """The loss of each step as a hexadecimal number, and last a digest of all weights."""
     torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(1)
+    generator, began = torch.Generator().manual_seed(1), time.monotonic()
     with OffloadEngine(_model(shape), precision="bf16", lr=1e-4, gradient_clipping=1.0, **options) as engine:
-        seen = []
+        seen, made = [], time.monotonic()
         for _ in range(steps):
             tokens, targets = shape.tokens(generator)
             loss = engine(tokens, targets)
@@ -42,6 +43,9 @@ def train(shape: Shape, steps: int, **options: Any) -> list[str]:
         for weight in engine.module.parameters():
             digest.update(weight.detach().float().cpu().numpy().tobytes())
         engine.close(discard=True)
+        print(
+            f"made in {made - began:.1f} s, {steps} steps and a digest in {time.monotonic() - made:.1f} s", flush=True
+        )
         return [*seen, digest.hexdigest()[:16]]
 
 
