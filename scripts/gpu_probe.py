@@ -5,7 +5,8 @@ is known, as soon as more is.
 
 The CPU's Adam by threads; drawing random numbers; faulting in and registering memory; the link in each way, both ways,
 in pieces of a unit, of a tile and of a small tile, alone, beside matrix products and beside the CPU's Adam, which works
-in the same host memory; what each call costs the thread that makes it; how far a thread may run ahead of the device before a launch blocks; whether segments are expandable.
+in the same host memory; what each call costs the thread that makes it; how far a thread may run ahead of the device
+before a launch blocks; whether segments are expandable.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
