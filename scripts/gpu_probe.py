@@ -77,7 +77,7 @@ def adam(num_threads: int) -> Callable[[], object]:
     native = kernels.OnHost(kernels.always(num_threads))
 
     def step() -> None:
-        addresses = {name: tensor.data_ptr() for name, tensor in arrays.items()}
+        addresses: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in arrays.items()}
         kernels.update(coef, _ADAM_NUMEL, **addresses, **dtypes, native=native)
 
     return step
