@@ -50,7 +50,7 @@ class OffloadConfig:
     goes to NVMe."""
     device: str | torch.device | Device = "cpu"
     """Device that the model computes on: "cpu", "cuda", "cuda:1", or a ``Device`` of one's own
-    (``offload.device.protocol``). Nothing has run on a GPU yet."""
+    (``offload.device.protocol``). Has run on one NVIDIA GPU, not on several."""
     device_memory: int | str = "auto"
     """Bytes of a GPU's memory that the engine may hold; activations are the model's. Beside what passes through, units
     are stored there and are updated there, as many as fit. "auto": all of them if they take at most half of what is
