@@ -39,7 +39,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload import OffloadEngine
-from offload.birth.weights_file import Weights
+from offload.birth.weights import Weights
 from offload.checkpoint.dcp.reader import DistributedReader
 from offload.checkpoint.native.folder import CheckpointDirectory
 from offload.checkpoint.native.inspection import inspect

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.birth.initialise import deferred_init
-from offload.birth.weights_file import Weights
+from offload.birth.weights import Weights
 from offload.errors import ConfigError
 from swapper import OffloadError
 

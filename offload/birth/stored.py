@@ -16,7 +16,8 @@ from offload.birth.hugging_face import Converted, listed
 from offload.birth.initialise import tensor_of
 from offload.birth.origin import Origin
 from offload.birth.stored_quantised import StoredQuantised, check_known, joined
-from offload.birth.weights_file import StackedTensor, StoredTensor, Weights
+from offload.birth.weights import Weights
+from offload.birth.weights_file import StackedTensor, StoredTensor
 from offload.errors import ConfigError, WeightsError, warn
 from offload.units import Site
 from swapper import FilePart
@@ -82,6 +83,8 @@ def origins_in(weights: Weights, model: nn.Module) -> Stored:
         if not names:
             continue
         item, tensor = found[names[0]], tensors[names[0]]
+        if isinstance(item, StoredQuantised):
+            item = item.ordinary(tensor.dtype)
         if isinstance(item, StoredQuantised) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             origin = item.origin(tensor.dtype)
             parameter = nn.Parameter(item.over(tensor.dtype, "meta"), requires_grad=False)

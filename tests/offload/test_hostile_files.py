@@ -21,7 +21,7 @@ from torch import nn
 
 import offload.encoding as encoding
 from offload import ConfigError, OffloadEngine, OffloadError, WeightsError
-from offload.birth.weights_file import Weights
+from offload.birth.weights import Weights
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_units import SavedParameter, SavedTile, SavedUnit, SavedUnits
 from offload.cli import main
