@@ -74,3 +74,37 @@ def written(path: Path, tensors: Tensors, architecture: str = "any", fields: Map
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def of_model(path: Path, config: Any, architecture: str, kind: str) -> Path:
+    """A file of a model of ``transformers`` with any weights, its matrices of this type, named as in GGUF."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import (
+        GGUF_TO_TRANSFORMERS_MAPPING,
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    values = model.state_dict()
+    fields: dict[str, Any] = {"tokenizer.ggml.tokens": [f"t{index}" for index in range(config.vocab_size)]}
+    for key, own in GGUF_TO_TRANSFORMERS_MAPPING["config"][config.model_type.removesuffix("_text")].items():
+        value = getattr(config, own, None) if isinstance(own, str) else None
+        if type(value) in (int, float):
+            fields[f"{architecture}.{key}"] = value
+    tensors: dict[str, Any] = {}
+    for seed, (name, own) in enumerate(get_gguf_hf_weights_map(model, processor).items()):
+        shape = list(values[own].shape)
+        if name == "output.weight" and config.tie_word_embeddings:
+            continue
+        if name.endswith("_exps"):
+            name += ".weight"
+            shape[1] //= 2 if "gate" in name or "up" in name else 1
+        if config.model_type == "gpt2" and ".attn_" in name or ".ffn_" in name and config.model_type == "gpt2":
+            shape.reverse()
+        of = "F32" if len(shape) == 1 or "ffn_gate_inp" in name else kind
+        tensors[name] = of, coded(of, shape, seed)
+    return written(path, tensors, architecture, fields)

@@ -12,6 +12,7 @@ from torch import nn
 
 from offload.birth import hugging_face
 from offload.birth.adapters import sites_by_name, without_adapters
+from offload.birth.gguf_names import renamed_gguf
 from offload.birth.hugging_face import Converted, listed
 from offload.birth.initialise import tensor_of
 from offload.birth.origin import Origin
@@ -50,7 +51,11 @@ def origins_in(weights: Weights, model: nn.Module) -> Stored:
     found: Mapping[str, Item] = stored
     pretrained = hugging_face.is_pretrained(model)
     if pretrained:
-        mapped = hugging_face.renamed(model, stored, {name: tensor.dtype for name, tensor in tensors.items()})
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        if weights.architecture is None:
+            mapped = hugging_face.renamed(model, stored, dtypes)
+        else:
+            mapped = renamed_gguf(model, weights.architecture, weights.of_gguf, dtypes)
         found, unexpected = mapped.found, mapped.unexpected
         check_known(unexpected, weights.path)
         model._weight_conversions = mapped.used  # type: ignore[assignment]  # ``save_pretrained`` undoes them
@@ -73,6 +78,8 @@ def origins_in(weights: Weights, model: nn.Module) -> Stored:
         raise WeightsError(_misfit(model, weights.path, missing, unexpected, mismatched))
     if pretrained:
         missing, unexpected = hugging_face.worth_saying(model, missing, unexpected)
+        if weights.architecture is not None and missing and unexpected:
+            raise WeightsError(_unnamed(weights.path, missing, unexpected))
     if missing or unexpected:
         warn(_partly(weights.path, missing, unexpected))
     for names in present:
@@ -135,6 +142,14 @@ def _misfit(model: nn.Module, path: Path, missing: list[str], unexpected: list[s
             quoted = ", ".join(f'"{name}"' for name in names)
             lines.append(f"{kind} key(s) in state_dict: {quoted}.")
     return "\n\t".join([*lines, *mismatched])
+
+
+def _unnamed(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    return (
+        f"the weights in {path} are not known by all of their names: the model's {listed(missing)} are not there, and "
+        f"nothing in the model is {listed(unexpected)}. This release of transformers does not map them: give the "
+        "weights as safetensors."
+    )
 
 
 def _partly(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from offload.birth.gguf_file import GgufFile
+from offload.birth.gguf_file import GgufFile, GgufTensor
 from offload.birth.safetensors_file import SafetensorsFile
 from offload.birth.weights_file import StoredTensor, WeightsFile
 from offload.errors import WeightsError
@@ -48,6 +48,11 @@ class Weights:
     def architecture(self) -> str | None:
         """The name that a GGUF file has for its kind of model; None for other files."""
         return next((file.architecture for file in self.files if isinstance(file, GgufFile)), None)
+
+    @property
+    def of_gguf(self) -> dict[str, GgufTensor]:
+        """The tensors of a GGUF file."""
+        return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, GgufTensor)}
 
     @property
     def directory(self) -> Path:

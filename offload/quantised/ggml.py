@@ -51,7 +51,7 @@ class GgmlBlocks(QuantisedWeight):
         values = kind.work_out(self.blocks[start:stop].reshape(-1, kind.nbytes)).reshape(stop - start, -1)
         if paired:
             values = values.view(-1, paired // 2, 2, values.shape[1]).transpose(1, 2).flatten(0, 2)
-        return values.add_(added) if added else values
+        return values + added if added else values  # of fp32 it is the bytes themselves
 
     def take_rows(self, indices: torch.Tensor) -> torch.Tensor | None:
         if self.dim() != 2 or self.blocks.dim() != 2 or self.settings[1]:
