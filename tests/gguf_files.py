@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,9 @@ def written(path: Path, tensors: Tensors, architecture: str = "any", fields: Map
     return path
 
 
-def of_model(path: Path, config: Any, architecture: str, kind: str) -> Path:
-    """A file of a model of ``transformers`` with any weights, its matrices of this type, named as in GGUF."""
+def of_model(path: Path, config: Any, architecture: str, kind: str | Callable[[str], str]) -> Path:
+    """A file of a model of ``transformers`` with any weights, named as in GGUF. ``kind``: the type of its matrices, or
+    of the one of a name."""
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import (
         GGUF_TO_TRANSFORMERS_MAPPING,
@@ -103,8 +104,9 @@ def of_model(path: Path, config: Any, architecture: str, kind: str) -> Path:
         if name.endswith("_exps"):
             name += ".weight"
             shape[1] //= 2 if "gate" in name or "up" in name else 1
-        if config.model_type == "gpt2" and ".attn_" in name or ".ffn_" in name and config.model_type == "gpt2":
+        if architecture == "gpt2" and (".attn_" in name or ".ffn_" in name):
             shape.reverse()
-        of = "F32" if len(shape) == 1 or "ffn_gate_inp" in name else kind
+        of = kind if isinstance(kind, str) else kind(name)
+        of = "F32" if len(shape) == 1 or "ffn_gate_inp" in name else of
         tensors[name] = of, coded(of, shape, seed)
     return written(path, tensors, architecture, fields)
