@@ -21,7 +21,8 @@ from swapper.checked import PackedCursor, Refused, width_of, within
 _HEADER_BYTES_MAX = 100 << 20
 _DIMENSIONS_MAX = 4
 _STRING, _ARRAY = 8, 9
-_VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 7: "B", 10: "Q", 11: "q"}
+_FRACTIONS = {6: "f", 12: "d"}
 """Values of a fixed length, by the numbers of their types."""
 
 _TYPES = {
@@ -109,26 +110,30 @@ class GgufFile(WeightsFile):
 
 def _value(cursor: PackedCursor, kind: int) -> int | str | None:
     """The next value of a type; None for a number with a fraction and for an array, which are passed over."""
-    form = _VALUES.get(kind)
-    if form is not None:
-        return cursor.number(form) if form not in "fd" else _passed(cursor, width_of(form))
+    if kind in _INTEGERS:
+        return cursor.number(_INTEGERS[kind])
     if kind == _STRING:
         return cursor.text()
-    if kind != _ARRAY:
+    if kind == _ARRAY:
+        _pass_array(cursor)
+    elif kind in _FRACTIONS:
+        cursor.skip(width_of(_FRACTIONS[kind]))
+    else:
         raise Refused(f"a value of type {kind}")
+    return None
+
+
+def _pass_array(cursor: PackedCursor) -> None:
     of, count = cursor.number("I"), cursor.number("Q")
-    if of in _VALUES:
-        return _passed(cursor, count * width_of(_VALUES[of]))
+    form = (_INTEGERS | _FRACTIONS).get(of)
+    if form is not None:
+        cursor.skip(count * width_of(form))
+        return
     for _ in range(count):
         if of == _STRING:  # which need be no UTF-8: the pieces of words that a tokenizer has
             cursor.skip(cursor.number("Q"))
         else:
             _value(cursor, of)
-    return None
-
-
-def _passed(cursor: PackedCursor, count: int) -> None:
-    cursor.skip(count)
 
 
 def _entry(cursor: PackedCursor) -> tuple[str, tuple[int, ...], int, int]:

@@ -41,11 +41,10 @@ def renamed_gguf(
             sources = [of] if of is not None else numbered.sources(numbers)
             if name not in dtypes or not sources:
                 continue
-            item = numbered.in_file(name, numbers)
-            if item is None:
-                conversion = _OfValues(convert, sources, dtypes[name])
-                item = Converted(conversion, name, numbered.shape(numbers) or conversion.shape(name))
-            found[name] = item
+            of_values = _OfValues(convert, sources, dtypes[name])
+            found[name] = numbered.in_file(name, numbers) or Converted(
+                of_values, name, numbered.shape(numbers) or of_values.shape(name)
+            )
             used.update(source.name for source in sources)
     return Renamed(found, [name for name in tensors if name not in used], None)
 

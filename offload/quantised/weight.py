@@ -163,9 +163,9 @@ class QuantisedWeight(torch.Tensor):
                 found = range(len(weight))[args[2] : args[3]]
                 return weight.rows(found.start, found.stop)
             if function is _aten.embedding.default:
-                found = weight.take_rows(args[1])
-                if found is not None:
-                    return found
+                looked_up = weight.take_rows(args[1])
+                if looked_up is not None:
+                    return looked_up
         return function(*tree_map(_ordinary, args), **tree_map(_ordinary, kwargs))
 
 
