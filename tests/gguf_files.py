@@ -76,7 +76,9 @@ def written(path: Path, tensors: Tensors, architecture: str = "any", fields: Map
     return path
 
 
-def of_model(path: Path, config: Any, architecture: str, kind: str | Callable[[str], str]) -> Path:
+def of_model(
+    path: Path, config: Any, architecture: str, kind: str | Callable[[str], str], own_fields: Mapping[str, Any] = {}
+) -> Path:
     """A file of a model of ``transformers`` with any weights, named as in GGUF. ``kind``: the type of its matrices, or
     of the one of a name."""
     from transformers import AutoModelForCausalLM
@@ -106,7 +108,11 @@ def of_model(path: Path, config: Any, architecture: str, kind: str | Callable[[s
             shape[1] //= 2 if "gate" in name or "up" in name else 1
         if architecture == "gpt2" and (".attn_" in name or ".ffn_" in name):
             shape.reverse()
+        if "ffn_gate_inp_shexp" in name:
+            del shape[0]
+        if "shortconv.conv" in name:
+            del shape[1]
         of = kind if isinstance(kind, str) else kind(name)
-        of = "F32" if len(shape) == 1 or "ffn_gate_inp" in name else of
+        of = "F32" if len(shape) == 1 or "ffn_gate_inp" in name or "shortconv.conv" in name else of
         tensors[name] = of, coded(of, shape, seed)
-    return written(path, tensors, architecture, fields)
+    return written(path, tensors, architecture, {**fields, **own_fields})

@@ -159,11 +159,11 @@ def _config(model_class: Any, directory: Path, given: Any, options: dict[str, An
     config_class = getattr(model_class, "config_class", None) or AutoConfig
     try:
         found, rest = config_class.from_pretrained(given or directory, return_unused_kwargs=True, **options)
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError) as error:  # the latter for fields of GGUF that are missing
         if options.get("gguf_file") is None:
             raise
         raise ConfigError(
-            f"gguf_file: transformers does not read the model's config in {options['gguf_file']} ({error}). Give a "
+            f"gguf_file: transformers does not read the model's config in {options['gguf_file']} ({error!r}). Give a "
             "config (model_kwargs), or the weights as safetensors."
         ) from error
     return found, {key: value for key, value in rest.items() if key not in ("trust_remote_code", "gguf_file")}

@@ -87,36 +87,38 @@ def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(blocks[:, 2:]).float() - 8) * _half(blocks, 0)
+    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_half(blocks, 0))
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 4:]).float() * _half(blocks, 0) + _half(blocks, 2)
+    return _nibbles(blocks[:, 4:]).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    return ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).float() - 16) * _half(blocks, 0)
+    return (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).float().sub_(16).mul_(_half(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)).float() * _half(blocks, 0) + _half(blocks, 2)
+    return (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
 
 
-def _scaled(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None = None) -> torch.Tensor:
-    """Numbers of blocks in groups, with a scale and what is taken off for each group."""
-    values = codes.float().view(len(codes), scales.shape[1], -1) * scales[:, :, None]
-    return (values if minima is None else values - minima[:, :, None]).flatten(1)
+def _scaled(values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None = None) -> torch.Tensor:
+    """Numbers of blocks in groups, with a scale and what is taken off for each group. Writes to ``values``."""
+    groups = values.view(len(values), scales.shape[1], -1).mul_(scales[:, :, None])
+    if minima is not None:
+        groups.sub_(minima[:, :, None])
+    return values
 
 
 def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
     both = blocks[:, :16]
     codes = _bits(blocks[:, 16:80].view(-1, 2, 32), 4, 2).flatten(1)
     scales, minima = _half(blocks, 80) * (both & 0xF).float(), _half(blocks, 82) * (both >> 4).float()
-    return _scaled(codes, scales, minima)
+    return _scaled(codes.float(), scales, minima)
 
 
 def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -124,7 +126,7 @@ def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
     scales = _half(blocks, 108) * ((lower | upper << 4).float() - 32)
     codes = _bits(blocks[:, 32:96].view(-1, 2, 32), 4, 2).flatten(1)
     third = _bits(blocks[:, :32], 8, 1).flatten(1)
-    return _scaled((codes | third << 2).float() - 4, scales)
+    return _scaled((codes | third << 2).float().sub_(4), scales)
 
 
 def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,21 +140,21 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
     scales, minima = _six_bits(blocks[:, 4:16])
     codes = _nibbles(blocks[:, 16:].view(-1, 4, 32)).flatten(1)
-    return _scaled(codes, _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+    return _scaled(codes.float(), _half(blocks, 0) * scales, _half(blocks, 2) * minima)
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     scales, minima = _six_bits(blocks[:, 4:16])
     codes = _nibbles(blocks[:, 48:].view(-1, 4, 32)).flatten(1)
     fifth = _bits(blocks[:, 16:48], 8, 1).flatten(1)
-    return _scaled(codes | fifth << 4, _half(blocks, 0) * scales, _half(blocks, 2) * minima)
+    return _scaled((codes | fifth << 4).float(), _half(blocks, 0) * scales, _half(blocks, 2) * minima)
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     lower = _nibbles(blocks[:, :128].view(-1, 2, 64)).flatten(1)
     upper = _bits(blocks[:, 128:192].view(-1, 2, 32), 4, 2).flatten(1)
     scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
-    return _scaled((lower | upper << 4).float() - 32, scales)
+    return _scaled((lower | upper << 4).float().sub_(32), scales)
 
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -164,7 +166,7 @@ def _of_iq4(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
-    return _of_iq4(blocks[:, 2:]) * _half(blocks, 0)
+    return _of_iq4(blocks[:, 2:]).mul_(_half(blocks, 0))
 
 
 def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:

@@ -26,12 +26,15 @@ MODELS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**_SIZES),
     "qwen2": lambda: transformers.Qwen2Config(**_SIZES),
     "qwen3moe": lambda: transformers.Qwen3MoeConfig(**(_SIZES | _MOE | {"num_hidden_layers": 2})),
+    "minimax-m2": lambda: transformers.MiniMaxM2Config(
+        **(_SIZES | {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2})
+    ),
     "gemma2": lambda: transformers.Gemma2Config(**(_SIZES | {"head_dim": 64})),
     "nemotron": lambda: transformers.NemotronConfig(**_SIZES),
     "gpt2": lambda: transformers.GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=100),
 }
-"""Rows of queries and keys in pairs; biases; experts; norms that are one more; the same of layer norms with biases;
-transposed matrices."""
+"""In another form in their files are: rows of queries and keys (pairs); nothing; experts (two matrices of which are one
+here); the same by other names; norms (one more); these and biases of norms; matrices (transposed)."""
 
 
 def lora(architecture: str = "llama") -> Any:
@@ -48,8 +51,7 @@ def file_of(tmp_path: Path, architecture: str, kind: Any = "Q4_K", config: Any =
 def ordinary(tmp_path: Path, options: dict[str, Any]) -> Any:
     """The model as transformers has it of the file: dequantised."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-    if hasattr(model.config, "num_experts"):
-        model.set_experts_implementation("eager")
+    model.set_experts_implementation("eager")
     return model
 
 
@@ -187,6 +189,13 @@ def test_architectures_that_transformers_does_not_know_are_refused(tmp_path: Pat
     file = tmp_path / "model.gguf"
     file.write_bytes(file.read_bytes().replace(b"qwen2", b"owen2"))
     with pytest.raises(ConfigError, match=r"does not read the model's config in model\.gguf .*owen2"):
+        over(tmp_path, options)
+
+
+def test_models_that_transformers_has_no_names_for_are_refused(tmp_path: Path) -> None:
+    config = transformers.OPTConfig(hidden_size=64, ffn_dim=64, num_hidden_layers=1, num_attention_heads=2)
+    options = file_of(tmp_path, "qwen2") | {"config": config}
+    with pytest.raises(ConfigError, match=r"no names for the tensors of a GGUF file \(qwen2\) in a model of type opt"):
         over(tmp_path, options)
 
 
