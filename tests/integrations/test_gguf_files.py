@@ -16,6 +16,7 @@ from torch import nn
 
 from offload import BudgetError, OffloadEngine, WeightsChanged, WeightsError
 from offload.birth.weights import Weights
+from offload.predict.variants import BASES
 from offload.quantised import GGML_TYPES, GgmlBlocks
 
 BF16 = torch.bfloat16
@@ -34,6 +35,12 @@ def test_each_type_has_the_bits_that_the_library_makes_of_it(kind: str) -> None:
 
 def test_all_types_that_are_read_are_tried() -> None:
     assert {*QUANTISED, "F32", "F16", "BF16"} == GGML_TYPES.keys()
+
+
+def test_a_plan_counts_the_bits_of_a_block() -> None:
+    planned = {name: base.bits for name, base in BASES.items() if name.upper() in GGML_TYPES and name != "bf16"}
+    assert planned == {name: 8 * GGML_TYPES[name.upper()].nbytes / GGML_TYPES[name.upper()].numel for name in planned}
+    assert planned.keys() == {"q8_0", "q6_k", "q5_k", "q4_k"}
 
 
 def test_an_embedding_works_out_the_rows_that_it_looks_up(monkeypatch: Any) -> None:
