@@ -61,9 +61,9 @@ class OffloadConfig:
     nvme_capacity: int | str = "auto"
     """Bytes of NVMe that the store may reserve. "auto": what is free on the paths."""
     weights: str | os.PathLike[str] | None = None
-    """The model's weights are read from here: a safetensors file, an index of several, or a directory with either as
-    Hugging Face names them. They are cast to the dtypes that the model has. None: the model has them, or its
-    initialisers make those that are on the meta device."""
+    """The model's weights are read from here: a safetensors or GGUF file, an index of several, or a directory with
+    safetensors as Hugging Face names them. They are cast to the dtypes that the model has. None: the model has them, or
+    its initialisers make those that are on the meta device."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically. "auto":
     the dtype that the model has, or most of it; not float64."""
