@@ -6,6 +6,8 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from offload.version import VERSION
+
 if TYPE_CHECKING:
     from offload.birth.initialise import deferred_init as deferred_init
     from offload.config import OffloadConfig as OffloadConfig
@@ -65,8 +67,7 @@ _PUBLIC = {
 }  # fmt: skip
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = list(_HOMES)
-__version__ = "0.1.0"
-"""The build reads it here: the sources know their version, installed or not."""
+__version__ = VERSION
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 

@@ -163,7 +163,7 @@ fingerprint() {
   cd "$root"
   "$python" --version
   echo "${OFFLOAD_REQUIRE_NATIVE:-} ${LIBURING_ROOT:-} $(has_liburing && echo liburing)"
-  grep '^__version__' offload/__init__.py
+  cat offload/version.py
   find offload swapper aio_ext -name '*.py' | sort
   find pyproject.toml CMakeLists.txt scripts/setup.sh scripts/constraints.txt offload aio_ext -type f \
     \( -name '*.toml' -o -name '*.txt' -o -name '*.sh' -o -name '*.cpp' -o -name '*.h' \) -print0 | sort -z | xargs -0 cat

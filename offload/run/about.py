@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from aio_ext.profile import file_system, load_profile
-from offload import __version__
 from offload.config import OffloadConfig
 from offload.plan.plan import Plan
 from offload.ranks.topology import cpuinfo
 from offload.report.report import Bandwidths
+from offload.version import VERSION
 from swapper import readable_bytes
 
 FORMAT = 1
@@ -29,7 +29,7 @@ def about(config: OffloadConfig, plan: Plan, model: str, bandwidths: Bandwidths 
     return {
         "format": FORMAT,
         "versions": {
-            "offload": __version__,
+            "offload": VERSION,
             "torch": torch.__version__,
             "Python": platform.python_version(),
             "Linux": platform.release(),
