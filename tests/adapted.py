@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 import transformers
 from tiny import least_budget
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
 from offload import OffloadEngine
+
+pytest.importorskip("torchao")
+from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
 try:
     from torchao.quantization import to_nf4

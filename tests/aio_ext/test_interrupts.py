@@ -29,6 +29,7 @@ class Strike:
 
     def __enter__(self) -> Strike:
         self._before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at settrace whether any frame has it
         sys.settrace(self._trace)
         return self
 

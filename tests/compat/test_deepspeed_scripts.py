@@ -486,7 +486,7 @@ def test_what_is_not_there_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, 
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "Adafactor",
          r"moments_dtype.*\(in the ds_config: bf16.bf16_optimizer_states\)"),
         ({"offload_engine": {"host_memory": 1}}, "AdamW",
-         r"raise host_memory to 36864\. \(offload explain BudgetError\)"),
+         r"raise host_memory to \d+\. \(offload explain BudgetError\)"),
     ],
 )  # fmt: skip
 def test_an_error_of_the_engine_names_the_key_of_the_file(config: dict, optimizer: str, said: str):

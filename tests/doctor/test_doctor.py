@@ -376,13 +376,15 @@ def test_lines_are_aligned_and_the_status_is_that_of_the_worst(
 ):
     monkeypatch.setattr(storage, "_SECONDS", 0.01)
     monkeypatch.setattr(storage, "_LEAST_FREE_BYTES", 1)
-    assert main(["doctor", str(tmp_path)]) == 0
+    status = main(["doctor", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    found = [line for line in lines if line.startswith(("  good  ", "  could be better  "))]
+    num_broken = sum(line.startswith("  broken  ") for line in lines)  # as a driver may be
+    assert status == (num_broken > 0)
+    found = [line for line in lines if line.startswith(("  good  ", "  could be better  ", "  broken  "))]
     assert len(found) >= 15 and {line[17:19] for line in found} == {"  "}
     starts = {line[19:].split("  ")[0]: line for line in found}
     assert {"offload", "torch", "io_uring", "memlock", "directory", "drive", "free space", "bandwidth"} <= starts.keys()
-    assert lines[-1].endswith(" 0 broken") and f"storage {tmp_path}" in lines
+    assert lines[-1].endswith(f" {num_broken} broken") and f"storage {tmp_path}" in lines
     assert main(["doctor", str(tmp_path / "nothing")]) == 1
 
 

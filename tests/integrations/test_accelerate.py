@@ -341,6 +341,7 @@ def test_steps_of_accumulation_may_change(accelerator):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.skipif(not accelerate.utils.is_fp8_available(), reason="accelerate refuses it without a library of it")
 def test_fp8_is_refused(accelerator):
     with pytest.raises(ConfigError, match="mixed_precision='fp8'"):
         accelerator(mixed_precision="fp8")

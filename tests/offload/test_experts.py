@@ -13,6 +13,7 @@ from torch import nn
 
 from offload import BudgetError, ConfigError, OffloadEngine
 from offload.testing.simulated import SimulatedDevice
+from offload.torch_internals import can_swap_memory
 from offload.units.find import find_units
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-4}
@@ -115,7 +116,8 @@ def test_the_least_budget_is_a_few_experts(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in model.parameters()) * 4 > 51e6
-    assert least_budget(model, tmp_path, optimizer=None) < 3 << 20
+    most = 3 if can_swap_memory() else 5  # MiB: a torch that cannot swap has copies of the weights in use
+    assert least_budget(model, tmp_path, optimizer=None) < most << 20
 
 
 def test_a_fused_expert_without_tokens_has_a_gradient_of_zeros_and_its_moments_decay(tmp_path: Path) -> None:

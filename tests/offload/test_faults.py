@@ -55,10 +55,11 @@ def test_without_nvme_everything_must_fit(make_model):
 
 
 def test_nvme_capacity_is_obeyed(make_model, tmp_path: Path):
+    budget = least_budget(make_model(), tmp_path)
     with pytest.raises(BudgetError, match="nvme_capacity is too small") as caught:
-        OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB", nvme_capacity="1MiB")
+        OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=budget, nvme_capacity="1MiB")
     needed = caught.value.needed_bytes
-    OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB", nvme_capacity=needed).close()
+    OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=budget, nvme_capacity=needed).close()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_an_engine_that_is_dropped_ends_by_itself(make_model, tmp_path: Path):
         gc.collect()
         time.sleep(0.01)
     assert gone() is None and not threads()
-    OffloadEngine(Tiny(), nvme_path=tmp_path, host_memory="4MiB").close()
+    OffloadEngine(Tiny(), nvme_path=tmp_path, host_memory="5MiB").close()
 
 
 def test_a_process_that_ends_without_close_ends_cleanly(tmp_path: Path):

@@ -96,10 +96,12 @@ def test_the_norm_is_summed_in_the_order_of_the_model_whatever_the_order_of_the_
         story = Story([1, 1, 1], [1, 1], [1, 1, 1], named_order=order)
         for name, value in values.items():
             story.come(name, value)
-        assert story.verdict.norm() == math.sqrt(sum(values[name] for name in order))
+        total = 0.0
+        for name in order:  # not ``sum``, which compensates since Python 3.12
+            total += values[name]
+        assert story.verdict.norm() == math.sqrt(total)
         norms.add(story.verdict.norm())
-    sum_compensates = sum([1e16, 1.0, 1.0]) != 1e16  # since Python 3.12: then the order makes no difference here
-    assert len(norms) > 1 or sum_compensates
+    assert len(norms) > 1
 
 
 def test_the_norm_is_a_double_of_squares_that_are_multiplied_by_their_scale():
