@@ -45,7 +45,9 @@ def step(engine, loss):
 # Forward mode.
 
 
-@same_bits("MeanFlow: the target is the tangent of `torch.func.jvp(model, x, v)`, the loss goes backward through the value")
+@same_bits(
+    "MeanFlow: the target is the tangent of `torch.func.jvp(model, x, v)`, the loss goes backward through the value"
+)
 def mean_flow(place):
     engine, model = wrapped(place)
     found = []
@@ -86,7 +88,9 @@ def forward_gradients(place):
         weights = {name: p.detach() for name, p in model.named_parameters()}
         tangents = {name: torch.randn(p.shape, generator=draw) for name, p in weights.items()}
         loss, slope = torch.func.jvp(
-            lambda w: functional_call(model, w, (batch(index),)).square().mean(), (weights,), (tangents,)
+            lambda w, x: functional_call(model, w, (x,)).square().mean(),
+            (weights, batch(index)),
+            (tangents, torch.zeros(4, WIDTH)),
         )
         for name, p in model.named_parameters():
             p.grad = slope * tangents[name]
@@ -131,7 +135,9 @@ def grad_and_value_with_aux(place):
     return found, values(model)
 
 
-@same_bits("per-sample gradients of the last layer, clipped, by `vmap(grad(functional_call))` over one block of the model")
+@same_bits(
+    "per-sample gradients of the last layer, clipped, by `vmap(grad(functional_call))` over one block of the model"
+)
 def per_sample_of_last(place):
     engine, model = wrapped(place)
     found = []
@@ -248,7 +254,9 @@ def zero_bubble(place):
     return found, values(model)
 
 
-@same_bits("GradCache with two towers of one model: forward without a graph, gradients of representations, forward again")
+@same_bits(
+    "GradCache with two towers of one model: forward without a graph, gradients of representations, forward again"
+)
 def gradient_cache_with_dropout(place):
     class Noisy(Net):
         def forward(self, x):
@@ -359,7 +367,7 @@ class SetsMaterialize(torch.autograd.Function):
     @staticmethod
     def backward(ctx, of_out, of_mask, of_sum):
         assert of_mask is None and of_sum is None
-        x, weight, bias = ctx.saved_tensors
+        x, weight, _ = ctx.saved_tensors
         need = ctx.needs_input_grad
         return (
             of_out @ weight if need[0] else None,
@@ -374,7 +382,9 @@ class WithMask(Block):
         return x + self.down(out * mask)
 
 
-@same_bits("a Function with several outputs, some without gradients, that looks at `needs_input_grad`; a bias is frozen")
+@same_bits(
+    "a Function with several outputs, some without gradients, that looks at `needs_input_grad`; a bias is frozen"
+)
 def function_of_many_outputs(place):
     model = Net(WithMask)
     model.blocks[1].up.bias.requires_grad_(False)
@@ -502,7 +512,9 @@ class Conditional(Block):
         return x + torch.cond(x.sum() > 0, lambda x: self.down(torch.tanh(x)), lambda x: self.down(torch.sin(x)), (x,))
 
 
-@family.works_or_refused("`torch.cond` in a block, both branches use its weights", seconds=120, places=("torch", "ram"))
+@family.works_or_refused(
+    "`torch.cond` in a block, both branches use its weights ", seconds=120, places=("torch", "ram")
+)
 def conditional_block(place):
     return trained(place, Net(Conditional), steps=1)
 
@@ -604,7 +616,9 @@ def context_variables(place):
     return found, values(model)
 
 
-@same_bits("blocks read a context variable and are checkpointed; it is reset before the backward, so torch finds other values")
+@same_bits(
+    "blocks read a context variable and are checkpointed; it is reset before the backward, so torch finds other values"
+)
 def context_variables_checkpointed(place):
     def call(model, x):
         token = scale_now.set(0.5)
@@ -657,7 +671,9 @@ def hessian_over_copies(place):
     return second, step(engine, engine(batch(0)).square().mean()), values(model)
 
 
-@family.refused("WGAN-GP: the critic is in an engine, the penalty is on its gradient by the input", "create_graph|twice|gradient")
+@family.refused(
+    "WGAN-GP: the critic is in an engine, the penalty is on its gradient by the input ", "create_graph|twice|gradient"
+)
 def penalty_on_critic(place):
     engine, model = wrapped(place)
     x = batch(0).requires_grad_()
@@ -680,7 +696,9 @@ def penalty_over_clones(place):
     return found, values(model)
 
 
-@family.works("second-order MAML over clones of the parameters by `functional_call`, the outer gradients come through `clone`")
+@family.works(
+    "second-order MAML over clones of the parameters by `functional_call`, the outer gradients come through `clone`"
+)
 def maml_over_clones(place):
     engine, model = wrapped(place)
     found = []

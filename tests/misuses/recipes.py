@@ -108,13 +108,17 @@ def text(index, rows=2, length=8):
     return found[:, :-1], found[:, 1:]
 
 
-@same_bits("modded-nanogpt: value residuals from the first layer, skips of a U-net by weights of the model, softcapped logits")
+@same_bits(
+    "modded-nanogpt: value residuals from the first layer, skips of a U-net by weights of the model, softcapped logits"
+)
 def modded_nanogpt(place):
     engine, model = wrapped(place, GPT())
     return [step(engine, engine(*text(index))) for index in range(3)], values(model)
 
 
-@same_bits("nanoGPT: the head is tied to the embedding after half of the training by assigning its value, then by a hook")
+@same_bits(
+    "nanoGPT: the head is tied to the embedding after half of the training by assigning its value, then by a hook"
+)
 def value_tied_late(place):
     engine, model = wrapped(place, GPT())
     found = []
@@ -168,7 +172,9 @@ def generation_between(place):
     return found, [c["k"] for c in caches], values(model)
 
 
-@same_bits("curricula: the length of sequences and the number of layers grow (progressive stacking by `nn.ModuleList` slices)")
+@same_bits(
+    "curricula: the length of sequences and the number of layers grow (progressive stacking by `nn.ModuleList` slices)"
+)
 def progressive_depth(place):
     class Growing(GPT):
         depth = 1
@@ -211,7 +217,9 @@ def mixture_of_depths(place):
     return [step(engine, engine(*text(index))) for index in range(3)], values(model)
 
 
-@same_bits("multi-token prediction: the trunk is detached, each head goes backward by itself, the trunk once at the end")
+@same_bits(
+    "multi-token prediction: the trunk is detached, each head goes backward by itself, the trunk once at the end"
+)
 def multi_token_prediction(place):
     class Heads(nn.Module):
         def __init__(self):
@@ -255,7 +263,9 @@ def early_exits(place):
     found = []
     for index in range(4):
         outs = engine(batch(index))
-        found.append(step(engine, sum(F.cross_entropy(o, torch.tensor([0, 1, 2, 0])) / (i + 1) for i, o in enumerate(outs))))
+        found.append(
+            step(engine, sum(F.cross_entropy(o, torch.tensor([0, 1, 2, 0])) / (i + 1) for i, o in enumerate(outs)))
+        )
         model.eval()
         with torch.no_grad():
             found.append(model(batch(9, 1)))
@@ -367,7 +377,10 @@ def lora_merged_for_rollouts(place):
     return found, values(model)
 
 
-@same_bits("PPO: log-probabilities of the rollout, four epochs of minibatches over it, a value head, a KL to a frozen copy, early stop")
+@same_bits(
+    "PPO: log-probabilities of the rollout, four epochs of minibatches over it, a value head, a KL to a "
+    "frozen copy, early stop"
+)
 def ppo_with_value_head(place):
     class Actor(Net):
         def __init__(self):
@@ -397,7 +410,9 @@ def ppo_with_value_head(place):
                 with torch.no_grad():
                     base, _ = frozen(x[part])
                 kl = torch.distributions.kl_divergence(policy, base).mean()
-                loss = -gain + 0.5 * (value - advantage[part]).square().mean() + 0.1 * kl - 0.01 * policy.entropy().mean()
+                loss = (
+                    -gain + 0.5 * (value - advantage[part]).square().mean() + 0.1 * kl - 0.01 * policy.entropy().mean()
+                )
                 engine.optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_value_(model.parameters(), 0.1)
@@ -484,7 +499,9 @@ def diffusion(place):
     return found, values(model), values(average)
 
 
-@same_bits("consistency training: the target is the model itself at the next time, without a graph and with the same dropout")
+@same_bits(
+    "consistency training: the target is the model itself at the next time, without a graph and with the same dropout"
+)
 def consistency(place):
     class Dropped(Denoiser):
         def forward(self, x, t, label=None):
@@ -665,7 +682,9 @@ class Quantised(Block):
         return x + F.linear(torch.tanh(self.up(self.of_input(x))), self.of_weight(self.down.weight), self.down.bias)
 
 
-@same_bits("fake quantisation of weights and inputs: observers in buffers that are resized, learnt scales, switched off later")
+@same_bits(
+    "fake quantisation of weights and inputs: observers in buffers that are resized, learnt scales, switched off later"
+)
 def fake_quantise_by_hand(place):
     def after(model, index):
         if index == 1:
@@ -677,7 +696,9 @@ def fake_quantise_by_hand(place):
     return trained(place, Net(Quantised), after=after, steps=4)
 
 
-@same_bits("a parametrization that is registered before, removed with `leave_parametrized=False` in evaluation copies only")
+@same_bits(
+    "a parametrization that is registered before, removed with `leave_parametrized=False` in evaluation copies only"
+)
 def parametrized_copy(place):
     class Soft(nn.Module):
         def __init__(self):
@@ -703,7 +724,10 @@ def parametrized_copy(place):
     return found, values(model)
 
 
-@same_bits("RigL: the least weights are cut and the ones with the largest gradients grow, masks of weights and of gradients by hooks")
+@same_bits(
+    "RigL: the least weights are cut and the ones with the largest gradients grow, masks of weights and "
+    "of gradients by hooks"
+)
 def rigl(place):
     engine, model = wrapped(place)
     masks = {}
@@ -744,7 +768,9 @@ def sphere(place):
     return trained(place, Net(), after=after)
 
 
-@same_bits("muP: `p.infshape` attributes, rates by the width, initial values by `nn.init` after wrapping, output multiplied")
+@same_bits(
+    "muP: `p.infshape` attributes, rates by the width, initial values by `nn.init` after wrapping, output multiplied"
+)
 def mup(place):
     engine, model = wrapped(place)
     for name, p in model.named_parameters():
@@ -760,7 +786,9 @@ def mup(place):
     return found, engine(batch(9)).detach(), values(model)
 
 
-@same_bits("EMA by `swa_utils.get_ema_multi_avg_fn` with buffers, from the second step on, swapped into the model for judging")
+@same_bits(
+    "EMA by `swa_utils.get_ema_multi_avg_fn` with buffers, from the second step on, swapped into the model for judging"
+)
 def ema_multi(place):
     class Normed(Net):
         def __init__(self):
@@ -786,7 +814,9 @@ def ema_multi(place):
     return found, values(model), values(average)
 
 
-@same_bits("expert choice with capacity: dropped tokens, `index_add_`, a balance loss, and one expert that nobody chooses")
+@same_bits(
+    "expert choice with capacity: dropped tokens, `index_add_`, a balance loss, and one expert that nobody chooses"
+)
 def capacity_and_dropped(place):
     class Routed(nn.Module):
         def __init__(self):

@@ -1,5 +1,5 @@
-"""Turns that a training takes: parts that thaw and freeze, optimizers of two steps, snapshots that come back, batches that
-are tried again, and the same by micro-batches that go together. The optimizer is torch's own arithmetic, so that bits are
+"""Turns that a training takes: parts that thaw and freeze, optimizers of two steps, snapshots that come back, batches
+that are tried again, and micro-batches that go together. The optimizer is torch's own arithmetic, so that bits are
 compared."""
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def block_coordinates(place):
     return found, values(model)
 
 
-@same_bits("biases and norms alone in even steps, matrices alone in odd ones, by `requires_grad_` between forward and backward")
+@same_bits(
+    "biases and norms alone in even steps, matrices alone in odd ones, by `requires_grad_` between forward and backward"
+)
 def frozen_after_forward(place):
     engine, model = wrapped(place)
     found = []
@@ -105,7 +107,10 @@ def layerwise_rates(place):
     engine = place.wrap(model, optimizer=ExactAdamW(groups, lr=0.05, weight_decay=0.1))
     scheduler = lr_scheduler.SequentialLR(
         engine.optimizer,
-        [lr_scheduler.LinearLR(engine.optimizer, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(engine.optimizer, 3)],
+        [
+            lr_scheduler.LinearLR(engine.optimizer, 0.1, total_iters=2),
+            lr_scheduler.CosineAnnealingLR(engine.optimizer, 3),
+        ],
         milestones=[2],
     )
     found = []
@@ -119,7 +124,9 @@ def layerwise_rates(place):
     return found, values(model)
 
 
-@same_bits("the gradient of a block is set to None at random before the step (gradient dropout), momentum and decay skip it")
+@same_bits(
+    "the gradient of a block is set to None at random before the step (gradient dropout), momentum and decay skip it"
+)
 def gradients_dropped(place):
     engine, model = wrapped(place, optimizer=ExactAdamW, lr=0.01, optimizer_options={"weight_decay": 0.1})
     draw = random.Random(1)
@@ -134,7 +141,9 @@ def gradients_dropped(place):
     return values(model), [engine.optimizer.state[p]["step"] for p in model.parameters() if p in engine.optimizer.state]
 
 
-@same_bits("gradients of unused blocks stay zero tensors (`zero_grad(set_to_none=False)`): decay and momentum go on for them")
+@same_bits(
+    "gradients of unused blocks stay zero tensors (`zero_grad(set_to_none=False)`): decay and momentum go on for them"
+)
 def zeros_of_unused(place):
     engine, model = wrapped(place, optimizer=ExactAdamW, lr=0.01, optimizer_options={"weight_decay": 0.1})
     draw, found = random.Random(2), []
@@ -154,7 +163,10 @@ def zeros_of_unused(place):
 # Optimizers of two steps.
 
 
-@same_bits("SAM by hand: `e_w` in a dict by parameter, the perturbed gradient, weights back by `p.data = old`")
+@family.said(
+    "SAM by hand: `e_w` in a dict by parameter, the perturbed gradient, weights back by `p.data = old`",
+    "look at memory",
+)
 def sam_by_data(place):
     engine, model = wrapped(place)
     found = []
@@ -175,7 +187,10 @@ def sam_by_data(place):
     return found, values(model)
 
 
-@same_bits("ASAM and LookSAM: perturbed by the size of weights, the second gradient is reused for two steps from `.grad` clones")
+@same_bits(
+    "ASAM and LookSAM: perturbed by the size of weights, the second gradient is reused for two steps "
+    "from `.grad` clones"
+)
 def look_sam(place):
     engine, model = wrapped(place)
     kept, found = {}, []
@@ -215,7 +230,10 @@ def lookahead_resets(place):
     return found, values(model)
 
 
-@same_bits("CAGrad and PCGrad: gradients of three losses by `retain_graph` and `zero_grad`, flat, projected, written back in views")
+@same_bits(
+    "CAGrad and PCGrad: gradients of three losses by `retain_graph` and `zero_grad`, flat, projected, "
+    "written back in views"
+)
 def gradient_surgery(place):
     engine, model = wrapped(place)
     found = []
@@ -257,7 +275,7 @@ def loss_weights(place):
     return found, values(model)
 
 
-@same_bits("optimizer in backward with clipping by the norm of each: a post-accumulate hook sets `p.grad` to None")
+@family.works("optimizer in backward with clipping by the norm of each: a post-accumulate hook sets `p.grad` to None")
 def updates_in_hooks(place):
     engine, model = wrapped(place)
     buffers = {n: torch.zeros(p.shape) for n, p in model.named_parameters()}
@@ -291,12 +309,14 @@ def error_feedback(place):
             sent = wanted.sign() * wanted.abs().mean()
             rest[n] = wanted - sent
             p.grad = sent
-        engine.optimizer.step()
         found.append(gradients(model))
-    return [values(model), dict(rest)]
+        engine.optimizer.step()
+    return found, values(model), dict(rest)
 
 
-@same_bits("DiLoCo: inner steps by the engine, the outer step by a plain Nesterov SGD over a copy, which is loaded back")
+@same_bits(
+    "DiLoCo: inner steps by the engine, the outer step by a plain Nesterov SGD over a copy, which is loaded back"
+)
 def diloco(place):
     engine, model = wrapped(place, optimizer=ExactAdamW, lr=0.01, optimizer_options={"weight_decay": 0.1})
     outer_params = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
@@ -312,10 +332,40 @@ def diloco(place):
     return found, values(model)
 
 
+@same_bits(
+    "gradients are divided by a number of tokens, multiplied twice, unscaled by `GradScaler`'s "
+    "operation, read in between"
+)
+def products_of_gradients(place):
+    engine, model = wrapped(place)
+    found = []
+    for index in range(3):
+        engine.optimizer.zero_grad()
+        loss_of(engine, index).backward()
+        for p in model.parameters():
+            p.grad.div_(3)
+            p.grad.mul_(0.7)
+        if index == 1:
+            loss_of(engine, index + 10).backward()
+        for p in model.parameters():
+            p.grad.mul_(torch.tensor(0.3)).mul_(0.1)
+            p.grad /= 7
+        grads = [p.grad for p in model.parameters()]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.tensor(1 / 3))
+        torch._foreach_mul_(grads, 0.9)
+        torch._foreach_div_(grads, torch.tensor(4.0))
+        if index:
+            found.append(gradients(model))
+        engine.optimizer.step()
+    return found, values(model)
+
+
 # Things that go wrong, and come back.
 
 
-@same_bits("a spike of the loss: model and optimizer go back two steps, from a ring of deep copies, and the batch is skipped")
+@same_bits(
+    "a spike of the loss: model and optimizer go back two steps, from a ring of deep copies, and the batch is skipped"
+)
 def back_two_steps(place):
     engine, model = wrapped(place)
     ring, found, index = collections.deque(maxlen=2), [], 0
@@ -356,8 +406,8 @@ def nan_batches(place):
         if not all(p.grad.isfinite().all() for p in model.parameters()):
             engine.optimizer.zero_grad()
             continue
-        engine.optimizer.step()
         found.append(gradients(model))
+        engine.optimizer.step()
     return found, values(model)
 
 
@@ -415,7 +465,9 @@ def rate_range_test(place):
     return found, step(engine, loss_of(engine, 1)), values(model)
 
 
-@same_bits("`load_state_dict(strict=False)` of a checkpoint with missing and foreign keys, in the middle of accumulation")
+@same_bits(
+    "`load_state_dict(strict=False)` of a checkpoint with missing and foreign keys, in the middle of accumulation"
+)
 def partial_checkpoint(place):
     engine, model = wrapped(place)
     loss_of(engine, 0).backward()
@@ -432,7 +484,7 @@ def partial_checkpoint(place):
 def state_surgery(place):
     engine, model = wrapped(place)
     found = [step(engine, loss_of(engine, index)) for index in range(2)]
-    state = collections.OrderedDict(model.state_dict())
+    state = collections.OrderedDict((name, value.clone()) for name, value in model.state_dict().items())
     for part in ("up", "down"):
         for kind in ("weight", "bias"):
             a, b = f"blocks.0.{part}.{kind}", f"blocks.3.{part}.{kind}"
@@ -535,7 +587,7 @@ def together_weight_outside(place):
     return together(place, body)
 
 
-@same_bits("together: a penalty on all weights in each micro-batch")
+@family.works("together: a penalty on all weights in each micro-batch")
 def together_penalty(place):
     def body(engine, x):
         loss = engine(x).square().mean() + 0.01 * sum(p.square().sum() for p in engine.module.parameters())
@@ -616,7 +668,7 @@ def together_grads_in_lists(place):
     for index in range(2):
         sums = [torch.zeros(p.shape) for p in model.parameters()]
 
-        def body(x):
+        def body(x, sums=sums):
             grads = torch.autograd.grad(engine(x).square().mean(), list(model.parameters()))
             for total, g in zip(sums, grads, strict=True):
                 total.add_(g)

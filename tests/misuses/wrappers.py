@@ -1,10 +1,11 @@
-"""Objects around a model and its parameters: wrappers, proxies, containers, caches, subclasses, captured references. The
-optimizer is torch's own arithmetic, so that bits are compared."""
+"""Objects around a model and its parameters: wrappers, proxies, containers, caches, subclasses, captured references.
+The optimizer is torch's own arithmetic, so that bits are compared."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -12,14 +13,16 @@ import gc
 import io
 import pickle
 import weakref
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import functional as F
-from torch.nn.parallel import parallel_apply, replicate
 from torch.nn.utils.fusion import fuse_linear_bn_eval
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from misuses.case import Family
 from misuses.place import gradients, values
@@ -90,7 +93,9 @@ class NaiveDDP(nn.Module):
         return self.module(x)
 
 
-@same_bits("a DDP of one's own around the engine's model: buckets filled by post-accumulate hooks, `no_sync` in accumulation")
+@same_bits(
+    "a DDP of one's own around the engine's model: buckets filled by post-accumulate hooks, `no_sync` in accumulation"
+)
 def naive_ddp(place):
     engine, model = wrapped(place)
     outer = NaiveDDP(model)
@@ -112,7 +117,9 @@ def naive_ddp_before(place):
     return [step(engine, loss_of(engine, index)) for index in range(3)], outer.log, values(outer)
 
 
-@same_bits("ZeRO by hand: gradients are averaged over two halves of the batch, computed by `replicate` and `parallel_apply`")
+@same_bits(
+    "data parallelism by hand: two halves of the batch, one after the other, in one backward; copies compute the same"
+)
 def replicated(place):
     engine, model = wrapped(place)
     found = []
@@ -124,8 +131,7 @@ def replicated(place):
         total.backward()
         found.append(gradients(model))
         engine.optimizer.step()
-    copies = [copy.deepcopy(model) for _ in range(2)]
-    found.append(parallel_apply(copies, [(batch(7),), (batch(8),)], devices=None) if False else [c(batch(7)) for c in copies])
+    found += [each(batch(7)).detach() for each in (copy.deepcopy(model) for _ in range(2))]
     return found, values(model)
 
 
@@ -253,13 +259,13 @@ class Weak(Block):
     def __init__(self):
         super().__init__()
         self.of_weight = weakref.ref(self.up.weight)
-        self.of_module = weakref.proxy(self.down)
+        self.of_module = weakref.ref(self.down)
 
     def forward(self, x):
-        return x + self.of_module(torch.tanh(F.linear(x, self.of_weight(), self.up.bias)))
+        return x + self.of_module()(torch.tanh(F.linear(x, self.of_weight(), self.up.bias)))
 
 
-@same_bits("blocks hold their weight by `weakref.ref` and a layer by `weakref.proxy`")
+@same_bits("blocks hold their weight and a layer by `weakref.ref`")
 def weights_by_weakref(place):
     return trained(place, Net(Weak))
 
@@ -379,7 +385,7 @@ def interleaved_generators(place):
 class Named(torch.Tensor):
     """A subclass that counts the functions it goes through, and stays of its kind."""
 
-    seen = collections.Counter()
+    seen: ClassVar[Any] = collections.Counter()
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -403,7 +409,9 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
+        )
 
     def __init__(self, inner, scale):
         self.inner, self.scale = inner, scale
@@ -423,7 +431,9 @@ class Scaled(torch.Tensor):
         return func(*plain[0], **plain[1])
 
 
-@family.works_or_refused("frozen weights of a wrapper subclass with `__torch_dispatch__` (quantised weights as torchao has them)")
+@family.works_or_refused(
+    "frozen weights of a wrapper subclass with `__torch_dispatch__` (quantised weights as torchao has them)"
+)
 def weights_of_subclass(place):
     model = Net()
     for block in model.blocks:
@@ -479,7 +489,11 @@ def odd_parameters(place):
         def __init__(self):
             super().__init__()
             self.odd = nn.ParameterDict(
-                {"scale": nn.Parameter(torch.tensor(1.0)), "none": nn.Parameter(torch.zeros(0, 3)), "one": torch.ones(1, 1)}
+                {
+                    "scale": nn.Parameter(torch.tensor(1.0)),
+                    "none": nn.Parameter(torch.zeros(0, 3)),
+                    "one": torch.ones(1, 1),
+                }
             )
             self.more = nn.ParameterList([nn.Parameter(torch.tensor(0.5)), torch.zeros(WIDTH)])
 
@@ -490,7 +504,9 @@ def odd_parameters(place):
     return trained(place, Net(Odd))
 
 
-@same_bits("weights are seen as another shape: `nn.Unflatten`, `as_strided`, `unfold` and `expand` of them in the forward")
+@same_bits(
+    "weights are seen as another shape: `nn.Unflatten`, `as_strided`, `unfold` and `expand` of them in the forward"
+)
 def weights_reshaped(place):
     class Reshaped(Block):
         def forward(self, x):
@@ -547,7 +563,10 @@ def hooks_of_all_optimizers(place):
     return found, len(counted), values(model)
 
 
-@same_bits("a forward hook with `always_call=True` and keyword arguments, while a block raises once and the batch is tried again")
+@same_bits(
+    "a forward hook with `always_call=True` and keyword arguments, while a block raises once and the "
+    "batch is tried again"
+)
 def hook_always_called(place):
     class Raises(Block):
         left = 1
@@ -599,7 +618,9 @@ def hooks_replace_arguments(place):
     return found, values(model)
 
 
-@same_bits("hooks on activations rewrite gradients in place, and one of them replaces the gradient by a clone that is kept")
+@same_bits(
+    "hooks on activations rewrite gradients in place, and one of them replaces the gradient by a clone that is kept"
+)
 def hooks_on_activations(place):
     engine, model = wrapped(place)
     kept, found = [], []
@@ -728,3 +749,115 @@ def parts_pickled(place):
     loss_of(engine, 1).backward()
     block, weight = pickle.loads(pickle.dumps((model.blocks[1], model.blocks[1].up.weight)))
     return values(block), weight.detach(), block.up.weight is weight, type(weight).__name__, block(batch(2)).detach()
+
+
+# What a second run of a forward finds, and does again.
+
+
+def recomputed(place, model, **options):
+    return trained(place, model, **({"activations": "recompute"} if place.has_engine else {}), **options)
+
+
+class Rounds(TorchFunctionMode):
+    """Weights of ``F.linear`` are rounded, with a straight-through gradient."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            x, weight, *rest = args
+            args = (x, weight + ((weight * 16).round() / 16 - weight).detach(), *rest)
+        return func(*args, **kwargs or {})
+
+
+class Halves(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        return out * 0.5 if func is torch.ops.aten.tanh.default else out
+
+
+@same_bits("a `TorchFunctionMode` around the forward alone, and blocks that are recomputed")
+def function_mode_recomputed(place):
+    def call(model, x):
+        with Rounds():
+            return model(x)
+
+    return recomputed(place, Net(), call=call)
+
+
+@same_bits("a `TorchDispatchMode` around the forward alone, and blocks that are recomputed")
+def dispatch_mode_recomputed(place):
+    def call(model, x):
+        with Halves():
+            return model(x)
+
+    return recomputed(place, Net(), call=call)
+
+
+temperature = contextvars.ContextVar("temperature", default=1.0)
+
+
+class Tempered(Block):
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x) * torch.tensor(temperature.get())))
+
+
+@same_bits("blocks that are recomputed read a context variable, which is reset before the backward")
+def context_variable_recomputed(place):
+    def call(model, x):
+        token = temperature.set(0.3)
+        out = model(x)
+        temperature.reset(token)
+        return out
+
+    return recomputed(place, Net(Tempered), call=call)
+
+
+class Registers(Block):
+    def forward(self, x):
+        self.up.weight.register_hook(lambda g: g * 0.5)
+        return super().forward(x)
+
+
+@family.refused("a block that is recomputed adds a hook to its weight in each forward", "keep")
+def hooks_in_recomputed(place):
+    return recomputed(place, Net(Registers))
+
+
+class WritesElsewhere(Block):
+    def forward(self, x):
+        with torch.no_grad():
+            self.other[0].up.weight.mul_(0.99)
+        return super().forward(x)
+
+
+@family.refused("a block that is recomputed writes to the weight of another one in its forward", "keep")
+def writes_elsewhere_recomputed(place):
+    model = Net(WritesElsewhere)
+    for index, block in enumerate(model.blocks):
+        block.other = [model.blocks[(index + 1) % 5]]
+    return recomputed(place, model)
+
+
+class GoesBackward(Block):
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.up(x.detach()).square().mean().backward()
+        return super().forward(x)
+
+
+@family.refused("a block that is recomputed goes backward from a loss of its own in its forward", "keep")
+def backward_in_recomputed(place):
+    return recomputed(place, Net(GoesBackward))
+
+
+class DropsGradient(Block):
+    def forward(self, x):
+        self.other[0].up.weight.grad = None
+        return super().forward(x)
+
+
+@family.refused("a block that is recomputed sets the gradient of another one's weight to None in its forward", "keep")
+def gradient_dropped_recomputed(place):
+    model = Net(DropsGradient)
+    for index, block in enumerate(model.blocks):
+        block.other = [model.blocks[(index + 1) % 5]]
+    return recomputed(place, model)
