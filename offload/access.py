@@ -96,7 +96,7 @@ class ExternalAccess:
 
     def has_gradients(self, unit: UnitSpec) -> bool:
         """The unit's parameters have gradients, as far as that is known without a wait."""
-        return self.gradients.has_any(unit) or self.own_gradients.has_any(unit)
+        return self.gradients.has_any(unit) or (bool(self.own_gradients.of_spec) and self.own_gradients.has_any(unit))
 
     def using_gradients(self, what: str) -> None:
         """Gradients are about to be used or read: in PyTorch they might hold those of the last step, too."""

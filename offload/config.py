@@ -50,7 +50,7 @@ class OffloadConfig:
     goes to NVMe."""
     device: str | torch.device | Device = "cpu"
     """Device that the model computes on: "cpu", "cuda", "cuda:1", or a ``Device`` of one's own
-    (``offload.device.protocol``). Nothing has run on a GPU yet."""
+    (``offload.device.protocol``). Has run on one NVIDIA GPU, not on several."""
     device_memory: int | str = "auto"
     """Bytes of a GPU's memory that the engine may hold; activations are the model's. Beside what passes through, units
     are stored there and are updated there, as many as fit. "auto": all of them if they take at most half of what is
@@ -61,9 +61,9 @@ class OffloadConfig:
     nvme_capacity: int | str = "auto"
     """Bytes of NVMe that the store may reserve. "auto": what is free on the paths."""
     weights: str | os.PathLike[str] | None = None
-    """The model's weights are read from here: a safetensors file, an index of several, or a directory with either as
-    Hugging Face names them. They are cast to the dtypes that the model has. None: the model has them, or its
-    initialisers make those that are on the meta device."""
+    """The model's weights are read from here: a safetensors or GGUF file, an index of several, or a directory with
+    safetensors as Hugging Face names them. They are cast to the dtypes that the model has. None: the model has them, or
+    its initialisers make those that are on the meta device."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically. "auto":
     the dtype that the model has, or most of it; not float64."""

@@ -86,10 +86,11 @@ class OffloadEngine:
         ``engine.module``.
 
         ``model_class`` is a model or auto class, ``path`` a directory with safetensors or the name of a repository on
-        the hub; ``peft_config`` is a config of ``peft``, such as ``LoraConfig``, whose new adapter is what is trained;
-        ``config`` and ``options`` are the engine's. Weights that are not trained, quantised or not, are read where
-        they are: all but the adapter's, and with ``optimizer=None`` all. Raises ``WeightsError`` for files that are
-        missing, damaged or do not fit, ``ConfigError`` for what can only be loaded in memory.
+        the hub; of GGUF ``model_kwargs`` have the name of the file there (``gguf_file``); ``peft_config`` is a config
+        of ``peft``, such as ``LoraConfig``, whose new adapter is what is trained; ``config`` and ``options`` are the
+        engine's. Weights that are not trained, quantised or not, are read where they are: all but the adapter's, and
+        with ``optimizer=None`` all. Raises ``WeightsError`` for files that are missing, damaged or do not fit,
+        ``ConfigError`` for what can only be loaded in memory.
         """
         config = OffloadConfig.of(config, options)
         trains = config.optimizer is not None

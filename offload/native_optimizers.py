@@ -86,11 +86,11 @@ class AdamCoef(Coef):
     squares = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
     asked_by = MappingProxyType({"max_exp_avg_sq": {"amsgrad": True}})
 
-    @property
+    @cached_property
     def kernel(self) -> str:
         return ("adamw" if self.decoupled else "adam") + "_amsgrad" * self.amsgrad
 
-    @property
+    @cached_property
     def states(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * self.amsgrad)
 
@@ -160,12 +160,12 @@ class SgdCoef(Coef):
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ValueError("nesterov needs a momentum and no dampening")
 
-    @property
+    @cached_property
     def kernel(self) -> str:
         with_momentum = "sgd_nesterov" if self.nesterov else "sgd_momentum"
         return "sgd" if self.momentum == 0 else with_momentum
 
-    @property
+    @cached_property
     def states(self) -> tuple[str, ...]:
         return () if self.momentum == 0 else ("momentum_buffer",)
 

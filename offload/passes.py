@@ -22,7 +22,7 @@ from offload.units import ParameterSpec, UnitSpec
 from offload.update.speculation_policy import SpeculationPolicy
 from offload.update.speculative import SpeculativeUpdates
 from offload.uses import Uses
-from offload.waiting import FATAL, Failure
+from offload.waiting import FATAL, Failure, of_thread
 
 
 @dataclass(eq=False)
@@ -107,7 +107,8 @@ class TrainingPasses(Passes):
         try:
             if self.speculative.of_unit:
                 self.speculative.invalidate(unit)
-            self.fence.wait(unit)
+            if unit.index in self.fence.pending or of_thread.stepping:
+                self.fence.wait(unit)
             self.sink.take(unit, spec, gradient, 1.0 if scale is None else scale)
         except FATAL as error:
             self.failure.raise_first(error)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from torch import nn
 from torch.autograd.graph import increment_version
@@ -131,7 +132,7 @@ class Step:
         """Forget the gradients of these parameters. Those of others, if there are some, stay."""
         wanted = {spec for parameter in parameters for spec in self.specs.get(parameter, ())}
         gradients = self.access.gradients
-        if all(gradients.of(unit).keys() <= wanted for unit in self.verdict.units):
+        if wanted.issuperset([spec for spec, _ in gradients.of_all()]):
             self.drop_gradients()
             return
         self._end_interrupted()
@@ -147,7 +148,8 @@ class Step:
         with self.failure:
             self.access.before.settle()
             for backing in self.backings.values():
-                backing.leave_gradient()
+                if backing.asked_for is not None:
+                    backing.leave_gradient()
             self.updater.drop_all()
             for unit in self.units:
                 self.sink.forget(unit)
@@ -265,7 +267,7 @@ class Step:
         self.level.outdate(verdict.stepping_units)
         on_host = self.resident.update(step)
         self.host.begin_updates([update.unit for update in on_host])
-        remaining = sorted(speculative.confirm(on_host), key=lambda update: self.host.first_use(update.unit))
+        remaining = self.host.by_first_use(speculative.confirm(on_host), attrgetter("unit"))
         stepping = frozenset(verdict.stepping)
         for unit in verdict.stepping_units:
             self.sink.use_up(unit, stepping)

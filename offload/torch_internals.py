@@ -1,5 +1,5 @@
 """Everything private of torch that the engine stands on, in one place, tried before it is trusted. What ranks need of
-``torch.distributed`` is in ``ranks/torch_distributed.py``.
+``torch.distributed`` is in ``ranks/torch_distributed.py``, of ``torch.compile`` in ``model/outside_of_graphs.py``.
 
 ``check`` runs each once, before the first engine is made. What has no fallback raises ``TorchUnsupported`` with torch's
 version, instead of a wrong number or a crash later on.
@@ -178,11 +178,6 @@ def top_hooks_step_aside() -> None:
 
 never_compiled: Callable[[Any], Any] = found(torch, "_disable_dynamo")
 """Keeps a function out of what ``torch.compile`` makes of its callers."""
-
-
-def outside_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """``torch.compile`` runs this function as it is, between two graphs, and says ``reason`` where it may not."""
-    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
 
 
 def same_number(first: RemovableHandle | None, register: Callable[[], RemovableHandle]) -> RemovableHandle:

@@ -49,16 +49,20 @@ class HostWindows:
     def open(self, pin: Pin[Any]) -> bool:
         entry = pin.entry
         window = self._windows[entry.unit.index]
-        window.open((entry.place or pin.place).address)
+        address = (entry.place or pin.place).address
+        if window.open_at != address:
+            window.open(address)
         return window.copies or entry.state is not UnitState.PERMANENT
 
     def close(self, pin: Pin[Any]) -> None:
-        window = self._windows[pin.entry.unit.index]
-        is_resident = pin.entry.state is UnitState.PERMANENT
-        if window.gives_way:
+        entry = pin.entry
+        window = self._windows[entry.unit.index]
+        is_resident = entry.state is UnitState.PERMANENT
+        if window.keeps and window.left is None and not window.copies:  # else it would be another unit's memory
             with held_back():
                 window.leave(self._leave(pin), is_copy=not is_resident)
-        if not (is_resident and window.may_stay_open):
+        nobody_looks = window.left is not None and not window.keeps  # any more, at what was left
+        if nobody_looks or not is_resident or window.copies:
             window.close()
 
     def shut(self) -> None:

@@ -120,6 +120,18 @@ def in_fields(rng: random.Random, data: bytes) -> bytes:
     return bytes(body)
 
 
+def in_numbers(rng: random.Random, data: bytes) -> bytes:
+    """Change numbers of 4 and 8 bytes in any place."""
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        value = rng.choice((0, 1, 8, 9, 12, 30, 33, 255, 4096, 1 << 20, (1 << 31) - 1, 1 << 32, 1 << 63, (1 << 64) - 1))
+        form = rng.choice(("<I", "<Q"))
+        at = rng.randrange(max(1, len(changed) - 8))
+        if at + 8 <= len(changed):
+            struct.pack_into(form, changed, at, value & (1 << 8 * struct.calcsize(form)) - 1)
+    return bytes(changed)
+
+
 def in_header(change: Change) -> Change:
     """The change of a safetensors header, with its length most often put right."""
 

@@ -138,13 +138,13 @@ def runs_table(runs: list[dict[str, Any]]) -> list[str]:
     if not runs:
         return []
     lines = [
-        f"{'model':<16}{'system':<12}{'budget':<16}{'params M':>9}{'host MiB':>10}{'device MiB':>12}{'step s':>9}"
+        f"{'model':<16}{'system':<17}{'budget':<16}{'params M':>9}{'host MiB':>10}{'device MiB':>12}{'step s':>9}"
         f"{'bound s':>9} {'by':<10}{'of bound':>9}"
     ]
     for run in runs:
         bound = run["bound_seconds"] or 0.0
         lines.append(
-            f"{run['size']:<16}{run['system']:<12}{run['budget'] + _batch(run):<16}{run['parameters'] / 1e6:>9.1f}"
+            f"{run['size']:<16}{run['system']:<17}{run['budget'] + _batch(run):<16}{run['parameters'] / 1e6:>9.1f}"
             f"{(run['host_memory_bytes'] or 0) / _MIB:>10,.0f}{(run['peak_device_bytes'] or 0) / _MIB:>12,.0f}"
             f"{run['step_seconds_median']:>9.3f}{bound:>9.3f} {run['bound_by'] or '':<10}"
             f"{bound / run['step_seconds_median']:>9.2f}"

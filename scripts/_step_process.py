@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,11 @@ class Limit:
 
 
 class Turns:
-    """Takes turns; ``lock`` names a file whose lock is held while steps run."""
+    """Takes turns; ``lock`` names a file whose lock is held while steps run. A process that takes more than so many
+    ``seconds`` is ended."""
 
-    def __init__(self, lock: str | None) -> None:
-        self._lock = lock
+    def __init__(self, lock: str | None, seconds: float | None = None) -> None:
+        self._lock, self._seconds = lock, seconds
 
     def take(self, request: dict[str, Any], warm_up: int, steps: int, limit: Limit | None = None) -> dict[str, Any]:
         """Start a process for ``request``, let it take its steps, and end it. Raises ``WorkerFailed``."""
@@ -44,7 +46,7 @@ class Turns:
         self, request: dict[str, Any], wanted: Sequence[dict[str, Any]], limit: Limit | None = None
     ) -> Iterator[dict[str, Any]]:
         """The same for several turns of one process, one after the other, each as ``_step_worker`` has it."""
-        with tempfile.TemporaryFile("w+") as errors, _worker(request, errors) as (ask, pid):
+        with tempfile.TemporaryFile("w+") as errors, _worker(request, errors, self._seconds) as (ask, pid):
             try:
                 first = ask(None)
                 imports_bytes = first["imports_bytes"]
@@ -71,7 +73,7 @@ class Turns:
 
 
 @contextlib.contextmanager
-def _worker(request: dict[str, Any], errors: IO[str]) -> Iterator[tuple[Any, int]]:
+def _worker(request: dict[str, Any], errors: IO[str], seconds: float | None = None) -> Iterator[tuple[Any, int]]:
     """A worker as a function that sends it a message (none: only listens) and returns its answer, and its pid."""
     command = [sys.executable, str(_WORKER), json.dumps(request)]
     pipe = subprocess.PIPE
@@ -91,9 +93,18 @@ def _worker(request: dict[str, Any], errors: IO[str]) -> Iterator[tuple[Any, int
                 raise EOFError
             return dict(json.loads(line))
 
+        def end() -> None:
+            errors.write(f"it took more than {seconds:g} s\n")
+            errors.flush()
+            process.kill()
+
+        timer = threading.Timer(seconds or 0.0, end)
+        if seconds is not None:
+            timer.start()
         try:
             yield ask, process.pid
         finally:
+            timer.cancel()
             with contextlib.suppress(BrokenPipeError):
                 stdin.close()
             process.wait()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from _step_deepspeed import DeepSpeed
 from _step_model import Shape
+from _step_peers import PEERS
 from torch import Tensor, nn
 
 _INSTALLATION = json.loads(sys.argv[1]).get("installation") if len(sys.argv) > 1 else None
@@ -124,10 +125,13 @@ class Engine:
         }
 
     def close(self) -> None:
-        self._engine.close()
+        try:
+            self._engine.close(discard=True)
+        except TypeError:  # an older one
+            self._engine.close()
 
 
-SYSTEMS = {"in_memory": InMemory, "engine": Engine, "deepspeed_cpu": DeepSpeed, "deepspeed_nvme": DeepSpeed}
+SYSTEMS = {"in_memory": InMemory, "engine": Engine, "deepspeed_cpu": DeepSpeed, "deepspeed_nvme": DeepSpeed, **PEERS}
 
 
 def _known(thing: Any, path: str) -> Any:

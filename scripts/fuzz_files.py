@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Changes files of tiny checkpoints and models at random, and reads them: a typed error, or the right bytes.
 
-Manifests (mostly with a good checksum), descriptions and run states in them, headers and indices of safetensors, the
-metadata of `torch.distributed.checkpoint`, and the small files beside them. Whatever the bytes: an `OffloadError`, or a
-value that holds; every so often a checkpoint that was taken for whole is loaded and exported. No crash, no file written
-outside of the directory, no wait beyond 20 s, and memory below 100 MiB and 8 times the file. Input number I of seed S
-is always the same (`--first I --count 1`).
+Manifests (mostly with a good checksum), descriptions and run states in them, headers and indices of safetensors, GGUF
+files, the metadata of `torch.distributed.checkpoint`, and the small files beside them. Whatever the bytes: an
+`OffloadError`, or a value that holds; every so often a checkpoint that was taken for whole is loaded and exported. No
+crash, no file written outside of the directory, no wait beyond 20 s, and memory below 100 MiB and 8 times the file.
+Input number I of seed S is always the same (`--first I --count 1`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _fuzz_changes import Change, bytewise, in_fields, in_header, in_json, in_part, in_text_of, sealed
+from _fuzz_changes import Change, bytewise, in_fields, in_header, in_json, in_numbers, in_part, in_text_of, sealed
 from run_kill import start
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload import OffloadEngine
-from offload.birth.weights_file import Weights
+from offload.birth.weights import Weights
 from offload.checkpoint.dcp.reader import DistributedReader
 from offload.checkpoint.native.folder import CheckpointDirectory
 from offload.checkpoint.native.inspection import inspect
@@ -89,6 +89,23 @@ def make_engine(seed: int, optimizer: Any = "adamw", **options: Any) -> OffloadE
 
 def backward(engine: OffloadEngine) -> None:
     engine.backward(engine(torch.ones(4, 32)).float().square().mean())
+
+
+def make_gguf() -> bytes:
+    """A GGUF file with a list of words, and tensors of two types."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    words = struct.pack("<IIQ", 9, 8, 5) + b"".join(map(text, ["a", "bc", "", "def", "g"]))
+    keys = [("general.architecture", struct.pack("<I", 8) + text("llama")), ("words", words)]
+    keys += [("general.alignment", struct.pack("<II", 4, 32)), ("scale", struct.pack("<If", 6, 0.5))]
+    tensors = [("norm.weight", (32,), 0, 0), ("up.weight", (64, 3), 8, 128)]
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(keys))
+    header += b"".join(text(key) + value for key, value in keys)
+    for name, sizes, kind, offset in tensors:
+        header += text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
+    return header.ljust(-(-len(header) // 32) * 32, b"\0") + bytes(128) + bytes(range(204))
 
 
 def save_of_ranks(folder: Path) -> None:
@@ -144,6 +161,7 @@ class Files:
             *self._of_checkpoint("kernel", "adamw"), *self._of_checkpoint("torch", torch.optim.RAdam),
             *self._of_checkpoint("logged", "adamw", "updates"), *self._of_ranks(),
             Format("header", shard.read_bytes(), (in_header(in_json), in_header(bytewise), bytewise), self._shard, 8),
+            Format("gguf", make_gguf(), (bytewise, in_numbers), self._gguf, 6),
             Format("index", index.read_bytes(), (in_json, bytewise), self._index, 4),
             Format("dcp", (folder / "dcp/.metadata").read_bytes(), (bytewise,), self._distributed, 2),
             Format("latest", b"t", (bytewise,), self._latest, 1),
@@ -263,7 +281,13 @@ class Files:
             engine.close()
 
     def _shard(self, data: bytes, number: int) -> bool:
-        path = self.folder / "changed.safetensors"
+        return self._tensors("changed.safetensors", data)
+
+    def _gguf(self, data: bytes, number: int) -> bool:
+        return self._tensors("changed.gguf", data)
+
+    def _tensors(self, name: str, data: bytes) -> bool:
+        path = self.folder / name
         path.write_bytes(data)
         weights = Weights(path)
         try:

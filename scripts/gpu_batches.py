@@ -2,14 +2,20 @@
 
     python scripts/gpu_batches.py --sizes llama:32x4096 --batches 1 4 8 --device-memory 16GiB [--timeline DIR]
     python scripts/gpu_batches.py --sizes llama:4x4096 llama:8x4096 --system in_memory
+    python scripts/gpu_batches.py --sizes llama:16x4096 --batches 4 --system engine fsdp2 torchao_offload \\
+        --device-memory 3GiB auto --warm-up 1 --seconds 45
 
-With the engine all that the device has no room for rests in RAM, and nothing is clipped. Prints a JSON object with all
-runs so far as soon as each batch is over, in the form of ``bench_step.py``.
+With the engine all that the device has no room for rests in RAM, and nothing is clipped. Peers run between the first
+and the second of its budgets (``_step_peers.py``), each system in a process of its own: two of them at once would need
+more RAM than a machine has. Prints a JSON object with all runs so far as soon as each batch is over, in the form of
+``bench_step.py``; the budget of a run is the engine's of device memory. A system that fails, or takes more than
+``--seconds``, is named, and the others go on. One that is not installed is named alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -19,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from _step_model import Shape
+from _step_peers import PEERS, missing_module
 from _step_process import Turns, WorkerFailed
 
 
@@ -27,32 +34,45 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", required=True, help="as bench_step.py has them")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--system", choices=["engine", "in_memory"], default="engine")
+    parser.add_argument("--system", nargs="+", choices=["engine", "in_memory", *PEERS], default=["engine"])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--device-memory", default="auto")
+    parser.add_argument("--device-memory", nargs="+", default=["auto"], help="the engine's: a run for each")
     parser.add_argument("--host-memory", default="auto")  # a bound: what is beyond the model is for spare places
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seconds", type=float, help="that one system may take, with all of its batches")
     parser.add_argument("--timeline", type=Path, metavar="DIR", help="a folder for the last step's of each batch")
     options = parser.parse_args()
     runs: list[dict[str, Any]] = []
-    for size in options.sizes:
+    failed = False
+    for size, (system, memory) in itertools.product(options.sizes, _turns(options)):
+        if (module := missing_module(system)) is not None:
+            print(f"{size} {system}: {module} is not installed", flush=True)
+            continue
         try:
-            for run in _runs(size, options):
+            for run in _runs(size, system, memory, options):
                 runs.append(run)
                 print(json.dumps({"runs": runs}), flush=True)
         except WorkerFailed as failure:
-            print(f"{size}: {failure}", flush=True)
-            return 1
-    return 0
+            print(f"{size} {system}: {failure}", flush=True)
+            failed = True
+    return int(failed)
 
 
-def _runs(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _turns(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Systems and their device memory: all systems, then the engine again with its further budgets."""
+    first, *further = options.device_memory
+    yield from ((system, first) for system in options.system)
+    if "engine" in options.system:
+        yield from (("engine", memory) for memory in further)
+
+
+def _runs(size: str, system: str, memory: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     shape = Shape.parse(size, options.batches[0], options.context, checkpointing=True)
     request = {
-        **{"shape": asdict(shape), "precision": "bf16", "clipping": 0.0, "system": options.system},
+        **{"shape": asdict(shape), "precision": "bf16", "clipping": 0.0, "system": system},
         **{"nvme_path": None, "io_backend": "auto", "host_memory": options.host_memory},
-        **{"device": options.device, "device_memory": options.device_memory},
+        **{"device": options.device, "device_memory": memory},
     }
     wanted = [
         {
@@ -63,8 +83,10 @@ def _runs(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
         for batch in options.batches
     ]
-    for batch, turn in zip(options.batches, Turns(None).take_each(request, wanted), strict=True):
-        yield {**_run(turn), "size": size, "batch": batch, "system": options.system}
+    budget = memory if system == "engine" else ""
+    turns = Turns(None, options.seconds).take_each(request, wanted)
+    for batch, turn in zip(options.batches, turns, strict=True):
+        yield {**_run(turn), "size": size, "batch": batch, "system": system, "budget": budget}
 
 
 def _timeline(size: str, batch: int, options: argparse.Namespace) -> str | None:
@@ -77,7 +99,6 @@ def _run(turn: dict[str, Any]) -> dict[str, Any]:
     bounds = turn.get("link_seconds") or {}
     bound_by = max(bounds, key=lambda name: bounds[name], default=None)
     return {
-        "budget": "all" if bounds else "",
         "parameters": turn["parameters"],
         "step_seconds_median": statistics.median(turn["seconds"]),
         "step_seconds": turn["seconds"],

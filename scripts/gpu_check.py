@@ -70,8 +70,12 @@ class Part:
         return [sys.executable, *command] if command[0].endswith(".py") or command[0] == "-m" else command
 
 
-_IN_RAM = ["--size", "llama:16x2048", "--batch", "4", "--context", "1024"]
 _BATCHES = ["scripts/gpu_batches.py", "--batches", "1", "4", "8"]
+_PEERS = [
+    *("scripts/gpu_batches.py", "--sizes", "llama:16x4096", "--batches", "4", "--warm-up", "1", "--seconds", "60"),
+    *("--system", "engine", "fsdp2", "torchao_offload"),
+    *("--device-memory", "3GiB", "auto"),  # no layer is resident; all of it where there is room
+]
 _THREE = ["--systems", "engine", "--sizes", "llama:26x3072", "--device-memory", "12GiB", "--budgets", "24GiB"]
 
 PARTS = (
@@ -79,12 +83,13 @@ PARTS = (
     Part("kernels", 90, ["scripts/bench_gpu_kernels.py", "--json"]),
     Part("probe", 120, ["scripts/gpu_probe.py", "--json"]),
     Part("tests", 240, ["scripts/_each_test.py", "--seconds", "90", _GPU_TESTS]),
-    Part("same-bits", 120, ["scripts/gpu_same_bits.py", *_IN_RAM]),
-    Part("same-bits-blocking", 120, ["scripts/gpu_same_bits.py", *_IN_RAM], {"CUDA_LAUNCH_BLOCKING": "1"}),
+    Part("programs", 90, ["scripts/gpu_programs.py", "--seconds", "40"]),
+    Part("same-bits", 120, ["scripts/gpu_same_bits.py"]),
+    Part("same-bits-blocking", 120, ["scripts/gpu_same_bits.py"], {"CUDA_LAUNCH_BLOCKING": "1"}),
     Part("layers", 90, [*_BATCHES, "--system", "in_memory", "--sizes", "llama:4x4096", "llama:8x4096"]),
     Part("7b", 300, [*_BATCHES, "--sizes", "llama:32x4096", "--device-memory", "16GiB", "--timeline", "{logs}"]),
     Part("3b-nvme", 240, [*_STEP, *_THREE, "--batch", "4", "--clipping", "0", "1"]),
-    Part("peers", 150, [*_STEP, "--sizes", "llama:16x2048", "--budgets", "all", "--batch", "4"]),  # what is installed
+    Part("peers", 150, _PEERS),
     Part("soak", 120, ["scripts/soak.py", "--device", "cuda", "--steps", "150", "--nvme-path", "{nvme}"]),
     Part("ranks-tests", 200, [*_PYTEST, "tests/ranks/test_cuda.py", "tests/ranks/test_on_device.py"], gpus=2),
     Part("ranks-bench", 200, ["scripts/bench_ranks.py", "--device", "cuda", "--model", "16x2048"], gpus=2),

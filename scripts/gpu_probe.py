@@ -4,8 +4,9 @@ is known, as soon as more is.
     python scripts/gpu_probe.py [--gib 8] [--json]
 
 The CPU's Adam by threads; drawing random numbers; faulting in and registering memory; the link in each way, both ways,
-in pieces of a unit, of a tile and of a small tile, alone and beside matrix products; what each call costs the thread
-that makes it; how far a thread may run ahead of the device before a launch blocks; whether segments are expandable.
+in pieces of a unit, of a tile and of a small tile, alone, beside matrix products and beside the CPU's Adam, which works
+in the same host memory; what each call costs the thread that makes it; how far a thread may run ahead of the device
+before a launch blocks; whether segments are expandable.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,18 +60,27 @@ def probe(nbytes: int) -> Iterator[tuple[str, Any]]:
 
 def adam_by_threads(cores: int) -> dict[str, float]:
     """The kernel's bytes a second, best of three, by its number of threads."""
-    arrays = {name: torch.zeros(_ADAM_NUMEL, dtype=torch.bfloat16) for name in ("grad", "weight", "rest")}
-    arrays |= {name: torch.zeros(_ADAM_NUMEL) for name in ("exp_avg", "exp_avg_sq")}
-    addresses = {name: tensor.data_ptr() for name, tensor in arrays.items()}
-    coef = AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=3, grad_scale=1.0)
-    dtypes = {"grad_dtype": kernels.Dtype.BF16, "weight_dtype": kernels.Dtype.BF16}
     found = {}
     for num_threads in sorted({*(1 << power for power in range(8) if 1 << power <= cores), cores}):
-        native = kernels.OnHost(kernels.always(num_threads))
-        step = partial(kernels.update, coef, _ADAM_NUMEL, **addresses, **dtypes, native=native)
+        step = adam(num_threads)
         taken = [seconds(step) for _ in range(3)]
         found[str(num_threads)] = round(_ADAM_BYTES * _ADAM_NUMEL / min(taken) / 1e9, 1)
     return found
+
+
+def adam(num_threads: int) -> Callable[[], object]:
+    """One step of the CPU's kernel."""
+    arrays = {name: torch.zeros(_ADAM_NUMEL, dtype=torch.bfloat16) for name in ("grad", "weight", "rest")}
+    arrays |= {name: torch.zeros(_ADAM_NUMEL) for name in ("exp_avg", "exp_avg_sq")}
+    coef = AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=3, grad_scale=1.0)
+    dtypes = {"grad_dtype": kernels.Dtype.BF16, "weight_dtype": kernels.Dtype.BF16}
+    native = kernels.OnHost(kernels.always(num_threads))
+
+    def step() -> None:
+        addresses: dict[str, Any] = {name: tensor.data_ptr() for name, tensor in arrays.items()}
+        kernels.update(coef, _ADAM_NUMEL, **addresses, **dtypes, native=native)
+
+    return step
 
 
 def normal_ns() -> float:
@@ -93,6 +102,7 @@ def of_device(device: Device, nbytes: int) -> Iterator[tuple[str, Any]]:
         yield "expandable_segments", all(one.get("is_expandable") for one in torch.cuda.memory_snapshot())
         yield "link_gb_per_s", link(device, host, there)
         yield "link_beside_products", beside_products(device, host, there)
+        yield "link_beside_adam", beside_adam(device, host, there)
         yield "call_us", calls(device, host, there)
         yield "launches_ahead", launches_ahead()
     finally:
@@ -149,6 +159,24 @@ def beside_products(device: Device, host: torch.Tensor, there: torch.Tensor) -> 
     }
 
 
+def beside_adam(device: Device, host: torch.Tensor, there: torch.Tensor) -> dict[str, float]:
+    """Both ways in pieces of 32 MiB while the CPU updates on all cores: GB/s each way, and the kernel's."""
+    step = adam(os.cpu_count() or 1)
+    step()
+    torch.cuda.synchronize()
+    started, steps = time.perf_counter(), 0
+    _enqueue(device, host, there, 32 * _MIB, "in and out")
+    ends = [stream.record() for stream in (device.to_device, device.to_host)]
+    while not all(end.done() for end in ends):
+        step()
+        steps += 1
+    taken = time.perf_counter() - started
+    return {
+        "link_gb_per_s": round(_LINK_BYTES / taken / 1e9, 1),
+        "adam_gb_per_s": round(steps * _ADAM_BYTES * _ADAM_NUMEL / taken / 1e9, 1),
+    }
+
+
 def calls(device: Device, host: torch.Tensor, there: torch.Tensor) -> dict[str, float]:
     """Microseconds that each call keeps its thread."""
     storage = torch.UntypedStorage(0, device=device.torch_device)
@@ -174,6 +202,8 @@ def calls(device: Device, host: torch.Tensor, there: torch.Tensor) -> dict[str, 
 def launches_ahead() -> int:
     """Launches that a thread makes behind long kernels before one takes a millisecond."""
     long, short = torch.empty(1 << 28, device="cuda"), torch.empty(1 << 10, device="cuda")
+    short.add_(1)  # whose kernel is loaded when it is launched first
+    torch.cuda.synchronize()
     for _ in range(200):
         long.mul_(1.0)
     launched = 200

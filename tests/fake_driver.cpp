@@ -179,6 +179,13 @@ int cuLaunchKernel(Function* function, unsigned blocks, unsigned blocks_y, unsig
   return state.sticky;
 }
 
+int cuMemcpyAsync(void* target, const void* source, std::size_t nbytes, Stream* stream) {
+  ENTER("cuMemcpyAsync", Needs::gpu);
+  if (stream != nullptr && (!state.live.count(stream) || stream->context != stack.back())) return kInvalidHandle;
+  std::memcpy(target, source, nbytes);
+  return kSuccess;
+}
+
 int cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned flags) {
   ENTER_UNSAFE("cuMemHostRegister_v2");
   const auto start = reinterpret_cast<std::uintptr_t>(address);

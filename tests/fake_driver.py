@@ -190,7 +190,7 @@ class _Event:
 class _Stream:
     def __init__(self, handle: int, priority: int, index: int) -> None:
         self.cuda_stream = handle
-        self.index = index
+        self.index = self.device_index = index
         self.priority = priority
         self.hangs = False
         """Its work does not end."""
@@ -336,7 +336,7 @@ class Stand:
             if not name.startswith("_"):
                 monkeypatch.setattr(torch.cuda, name, getattr(self.cuda, name))
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        monkeypatch.setattr(cuda, "registry_of", contexts.__getitem__)
+        monkeypatch.setattr(cuda, "runtime_of", contexts.__getitem__)
         monkeypatch.setattr(cuda, "programs_of", programs.__getitem__)
         monkeypatch.setattr(gpu_programs, "compile_kernels", compiled)
 

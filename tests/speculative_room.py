@@ -74,6 +74,8 @@ class InHostMemory:
 class Host:
     """Weights in host memory."""
 
+    waits = True
+
     def __init__(self, room: Room) -> None:
         self.room = room
         self.in_use = True

@@ -44,6 +44,7 @@ from offload.model.make import (
     memory_of,
     move_to_device,
 )
+from offload.model.outside_of_graphs import outside_of_graphs
 from offload.model.parameter_metadata import ParameterMetadata
 from offload.model.piecewise import PiecewiseHandle
 from offload.model.resident import Resident
@@ -67,7 +68,6 @@ from offload.step_warnings import StepWarnings
 from offload.tiers.fence import UpdateFence
 from offload.tiers.gradients.own import OwnGradients
 from offload.tiers.weights.cache import WeightCache
-from offload.torch_internals import outside_of_graphs
 from offload.units import FusedExperts, ParameterSpec
 from offload.update.forecast import Forecast
 from offload.update.speculation_policy import SpeculationPolicy

@@ -15,7 +15,7 @@ from offload.birth.adapters import without_adapters
 from offload.birth.initialise import forget, initialise, initialise_missing, recorded, sites_of, tensor_of
 from offload.birth.origin import Origin
 from offload.birth.stored import origins_in
-from offload.birth.weights_file import Weights
+from offload.birth.weights import Weights
 from offload.memory import trim_heap
 from offload.units import ParameterSpec, Site, UnitSpec
 from swapper import FilePart

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.birth.initialise import deferred_init
-from offload.birth.weights_file import Weights
+from offload.birth.weights import Weights
 from offload.errors import ConfigError
 from swapper import OffloadError
 
@@ -20,7 +20,6 @@ _FOR_HUB = ("revision", "token", "cache_dir", "local_files_only", "force_downloa
 _IN_MEMORY = {
     "device_map": "the engine's budgets say where weights rest",
     "quantization_config": "the files are read as they are; torchao quantises a model in memory",
-    "gguf_file": "GGUF files are not read",
     "state_dict": "give the directory with the weights",
     "adapter_kwargs": "an adapter is peft_config=",
     "key_mapping": "register it (transformers.conversion_mapping.register_checkpoint_conversion_mapping)",
@@ -35,7 +34,7 @@ _READ = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")
 def build(
     model_class: Any, name: str | os.PathLike[str], options: Mapping[str, Any], peft_config: Any, *, trains: bool
 ) -> tuple[Any, Path]:
-    """The model, in eval mode, and the directory of its weights.
+    """The model, in eval mode, and its weights: a directory, or a GGUF file.
 
     ``model_class`` is a model or auto class, ``name`` a directory or the name of a repository on the hub, ``options``
     are of ``from_pretrained``. ``peft_config`` is of the adapter to put in; None is none. What is not trained is
@@ -50,9 +49,13 @@ def build(
                 f"({model_class.__name__}.from_pretrained) and make the engine of it."
             )
     hub = {key: options.pop(key) for key in _FOR_HUB if key in options}
+    gguf_file = options.get("gguf_file")
     directory = Path(name).expanduser()
     if not directory.is_dir():
-        directory = _downloaded(name, hub)
+        directory = _downloaded(name, ["*.json", "*.safetensors", "*.py"] if gguf_file is None else [gguf_file], hub)
+    weights = directory if gguf_file is None else directory / gguf_file
+    if gguf_file is not None:
+        _check_gguf(weights)
     given = options.pop("config", None)
     dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
     trusted = {"trust_remote_code": options.pop("trust_remote_code")} if "trust_remote_code" in options else {}
@@ -61,7 +64,7 @@ def build(
     config, rest = _config(model_class, directory, given, {**options, **trusted})
     _take_out_quantisation(config, directory)
     if dtype is None or (dtype == "auto" and getattr(config, "dtype", None) is None):
-        dtype = _dtype_in(directory) if dtype == "auto" else torch.get_default_dtype()
+        dtype = _dtype_in(directory) if dtype == "auto" and gguf_file is None else torch.get_default_dtype()
     config.name_or_path = str(name)
     make = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
@@ -69,10 +72,13 @@ def build(
     _keep_dtypes(model)
     model.eval()
     if model.can_generate():
-        model.generation_config = generation if generation is not None else _generation_config(directory, model)
+        if generation is not None:
+            model.generation_config = generation
+        elif gguf_file is None:
+            model.generation_config = _generation_config(directory)
     if peft_config is not None:
         model = deferred_init(_adapted, model, peft_config)
-    return model if trains else model.requires_grad_(False), directory
+    return model if trains else model.requires_grad_(False), weights
 
 
 def _take_out_quantisation(config: Any, directory: Path) -> None:
@@ -119,7 +125,18 @@ def _keep_dtypes(model: Any) -> None:
             parameter.data = parameter.data.to(patterns[pattern_of[match.lastgroup]])
 
 
-def _downloaded(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Path:
+def _check_gguf(path: Path) -> None:
+    """Raise ``WeightsError`` for a damaged file, before others parse it, ``ConfigError`` if nobody can."""
+    Weights(path).close()
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "gguf_file: gguf is missing, by which transformers reads the model's config (pip install gguf)"
+        ) from None
+
+
+def _downloaded(name: str | os.PathLike[str], patterns: list[str], options: Mapping[str, Any]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -127,7 +144,7 @@ def _downloaded(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Pat
             f"{name} is not a directory, and huggingface_hub, which could download it, is missing"
         ) from None
     try:
-        found = snapshot_download(os.fspath(name), allow_patterns=["*.json", "*.safetensors", "*.py"], **options)
+        found = snapshot_download(os.fspath(name), allow_patterns=patterns, **options)
     except (OSError, ValueError) as error:  # a connection, a name that cannot be one
         raise OffloadError(f"{name} is not a directory, and was not found on the hub: {error}") from error
     return Path(found)
@@ -138,11 +155,18 @@ def _config(model_class: Any, directory: Path, given: Any, options: dict[str, An
     from transformers import AutoConfig, PreTrainedConfig
 
     if isinstance(given, PreTrainedConfig):
-        return copy.deepcopy(given), options
+        return copy.deepcopy(given), {key: value for key, value in options.items() if key != "gguf_file"}
     config_class = getattr(model_class, "config_class", None) or AutoConfig
-    found, rest = config_class.from_pretrained(given or directory, return_unused_kwargs=True, **options)
-    rest.pop("trust_remote_code", None)
-    return found, rest
+    try:
+        found, rest = config_class.from_pretrained(given or directory, return_unused_kwargs=True, **options)
+    except (ValueError, KeyError, TypeError) as error:  # the latter for fields of GGUF that are missing
+        if options.get("gguf_file") is None:
+            raise
+        raise ConfigError(
+            f"gguf_file: transformers does not read the model's config in {options['gguf_file']} ({error!r}). Give a "
+            "config (model_kwargs), or the weights as safetensors."
+        ) from error
+    return found, {key: value for key, value in rest.items() if key not in ("trust_remote_code", "gguf_file")}
 
 
 def _dtype_in(directory: Path) -> torch.dtype:
@@ -153,7 +177,7 @@ def _dtype_in(directory: Path) -> torch.dtype:
         return next(dtypes, torch.get_default_dtype())
 
 
-def _generation_config(directory: Path, model: Any) -> Any:
+def _generation_config(directory: Path) -> Any:
     from transformers import GenerationConfig
 
     try:

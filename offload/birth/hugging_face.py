@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -73,8 +73,9 @@ class Renamed:
 
     found: Mapping[str, StoredTensor | StackedTensor | StoredQuantised | Converted]
     unexpected: list[str]
-    used: list[Any]
-    """The conversions of ``transformers`` that were used: it undoes them when the model is saved."""
+    used: list[Any] | None
+    """The conversions of ``transformers`` that were used: it undoes them when the model is saved. None: those that it
+    has for the model."""
 
 
 def renamed(
@@ -120,6 +121,14 @@ def renamed(
             else:
                 unexpected.append(name)
     return Renamed(found, unexpected, [entry for entry in conversions if entry.was_used()])
+
+
+class Conversion(Protocol):
+    """Makes weights as the model has them."""
+
+    def result(self, name: str, *, keeps: bool = False) -> torch.Tensor:
+        """The weight of this name. ``keeps``: it will be asked for again."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -185,7 +194,7 @@ class _Conversion:
 class Converted:
     """One weight that a conversion makes."""
 
-    conversion: _Conversion
+    conversion: Conversion
     name: str
     shape: torch.Size
 

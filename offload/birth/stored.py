@@ -12,11 +12,13 @@ from torch import nn
 
 from offload.birth import hugging_face
 from offload.birth.adapters import sites_by_name, without_adapters
+from offload.birth.gguf_names import renamed_gguf
 from offload.birth.hugging_face import Converted, listed
 from offload.birth.initialise import tensor_of
 from offload.birth.origin import Origin
 from offload.birth.stored_quantised import StoredQuantised, check_known, joined
-from offload.birth.weights_file import StackedTensor, StoredTensor, Weights
+from offload.birth.weights import Weights
+from offload.birth.weights_file import StackedTensor, StoredTensor
 from offload.errors import ConfigError, WeightsError, warn
 from offload.units import Site
 from swapper import FilePart
@@ -49,7 +51,11 @@ def origins_in(weights: Weights, model: nn.Module) -> Stored:
     found: Mapping[str, Item] = stored
     pretrained = hugging_face.is_pretrained(model)
     if pretrained:
-        mapped = hugging_face.renamed(model, stored, {name: tensor.dtype for name, tensor in tensors.items()})
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        if weights.architecture is None:
+            mapped = hugging_face.renamed(model, stored, dtypes)
+        else:
+            mapped = renamed_gguf(model, weights.architecture, weights.of_gguf, dtypes)
         found, unexpected = mapped.found, mapped.unexpected
         check_known(unexpected, weights.path)
         model._weight_conversions = mapped.used  # type: ignore[assignment]  # ``save_pretrained`` undoes them
@@ -72,6 +78,8 @@ def origins_in(weights: Weights, model: nn.Module) -> Stored:
         raise WeightsError(_misfit(model, weights.path, missing, unexpected, mismatched))
     if pretrained:
         missing, unexpected = hugging_face.worth_saying(model, missing, unexpected)
+        if weights.architecture is not None and missing and unexpected:
+            raise WeightsError(_unnamed(weights.path, missing, unexpected))
     if missing or unexpected:
         warn(_partly(weights.path, missing, unexpected))
     for names in present:
@@ -82,6 +90,8 @@ def origins_in(weights: Weights, model: nn.Module) -> Stored:
         if not names:
             continue
         item, tensor = found[names[0]], tensors[names[0]]
+        if isinstance(item, StoredQuantised):
+            item = item.ordinary(tensor.dtype)
         if isinstance(item, StoredQuantised) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             origin = item.origin(tensor.dtype)
             parameter = nn.Parameter(item.over(tensor.dtype, "meta"), requires_grad=False)
@@ -132,6 +142,14 @@ def _misfit(model: nn.Module, path: Path, missing: list[str], unexpected: list[s
             quoted = ", ".join(f'"{name}"' for name in names)
             lines.append(f"{kind} key(s) in state_dict: {quoted}.")
     return "\n\t".join([*lines, *mismatched])
+
+
+def _unnamed(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    return (
+        f"the weights in {path} are not known by all of their names: the model's {listed(missing)} are not there, and "
+        f"nothing in the model is {listed(unexpected)}. This release of transformers does not map them: give the "
+        "weights as safetensors."
+    )
 
 
 def _partly(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -9,10 +9,23 @@ from typing import Any
 
 import torch
 
+from offload.birth.gguf_file import GgufTensor
 from offload.birth.origin import Origin
 from offload.birth.weights_file import StackedTensor, StoredTensor
 from offload.errors import WeightsError
-from offload.quantised import Awq, Blocks4, Blocks4Nested, Fp8Blocks, Gptq, Int4Groups, Mxfp4, Nvfp4, QuantisedWeight
+from offload.quantised import (
+    Awq,
+    Blocks4,
+    Blocks4Nested,
+    Fp8Blocks,
+    GgmlBlocks,
+    Gptq,
+    Int4Groups,
+    Mxfp4,
+    Nvfp4,
+    QuantisedWeight,
+    Stack,
+)
 from offload.units import Packing
 from swapper.checked import (
     TEXT,
@@ -56,6 +69,13 @@ class StoredQuantised:
         parts = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in self.parts]
         return self.kind(parts, self.shape, dtype, self.settings)
 
+    def ordinary(self, dtype: torch.dtype) -> StoredQuantised | StoredTensor | StackedTensor:
+        """The tensor itself where its bytes in the file are numbers of ``dtype`` as they are."""
+        kind, *settings = self.settings if self.kind is Stack else (self.kind, *self.settings)
+        if kind is not GgmlBlocks or settings != [*_AS_IT_IS.get(dtype, ())]:
+            return self
+        return self.parts[0].viewed(dtype, self.shape)
+
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantised weight."""
         return self._read(dtype).dequantize()
@@ -95,13 +115,16 @@ def joined(tensors: Mapping[str, StoredTensor], directory: Path) -> dict[str, St
     int4 and NVFP4 (``weight_packed``, ``weight_scale`` and what belongs to them), 4 bits of ``bitsandbytes``
     (``weight``, ``weight.absmax``, ``weight.quant_state.``...), GPTQ and AWQ (``qweight``, ``qzeros``, ``scales``).
 
+    Each of a GGUF file is one by itself, in the file's own order of rows.
+
     ``directory`` has the configs that go with the files. Raises ``WeightsError`` for those that are damaged.
     """
     found: dict[str, StoredTensor | StoredQuantised] = dict(tensors)
     added = _added_to_zeros(directory) if any(name.endswith(_QWEIGHT) for name in tensors) else 0
     for name, codes in tensors.items():
         weight = (
-            _fp8(name, codes, tensors)
+            _ggml(name, codes)
+            or _fp8(name, codes, tensors)
             or _mxfp4(name, codes, tensors)
             or _packed(name, codes, tensors)
             or _blocks4(name, codes, tensors)
@@ -123,6 +146,23 @@ def check_known(names: Iterable[str], path: Path) -> None:
             f"the weights in {path} are quantised in a way that is not read ({', '.join(unknown[:3])}, ...). Load the "
             "model in memory, dequantise it, save it, and give that."
         )
+
+
+def of_gguf(
+    name: str, tensor: GgufTensor, shape: torch.Size, *, paired: int = 0, added: float = 0.0
+) -> StoredQuantised:
+    """A weight of this shape with all rows of a GGUF file's tensor. See ``GgmlBlocks`` for what changes them."""
+    part = tensor.viewed(torch.uint8, torch.Size((*shape[: len(shape) - _of_a_row(tensor)], tensor.shape[-1])))
+    return StoredQuantised(name, GgmlBlocks, shape, (part,), settings=(tensor.kind, paired, added))
+
+
+def _of_a_row(tensor: GgufTensor) -> int:
+    """Dimensions of the numbers that a row has: one of a row of one number has none."""
+    return len(tensor.numbers) + 1 - len(tensor.shape)
+
+
+def _ggml(name: str, codes: StoredTensor) -> StoredQuantised | None:
+    return of_gguf(name, codes, codes.numbers) if isinstance(codes, GgufTensor) else None
 
 
 def _fp8(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]) -> StoredQuantised | None:
@@ -239,6 +279,13 @@ def _added_to_zeros(directory: Path) -> int:
                 return 0
     return 1
 
+
+_AS_IT_IS = {
+    torch.float32: ("F32", 0, 0.0),
+    torch.float16: ("F16", 0, 0.0),
+    torch.bfloat16: ("BF16", 0, 0.0),
+}
+"""Settings of tensors of a GGUF file whose bytes are numbers of a dtype."""
 
 _VALUE_DTYPES = OneOf({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16})
 _STATE: Record[dict[str, Any]] = Record(

@@ -36,8 +36,10 @@ def plan(
     vocabulary: Annotated[int, Option(min=1, max=1 << 24, metavar="N", help="Its vocabulary.")] = 32_000,
     lora: Annotated[str | None, Option(metavar="r=N", show_default=False,
         help="Train adapters of this rank over a frozen model; r=16,targets=q_proj+v_proj: over these layers.")] = None,
-    base: Annotated[Literal["bf16", "int8", "fp8", "int4", "nvfp4", "mxfp4", "nf4"] | None, Option(show_default=False,
-        help="How the frozen matrices under adapters are stored.  [default: as the weights]")] = None,
+    base: Annotated[
+        Literal["bf16", "int8", "fp8", "int4", "nvfp4", "mxfp4", "nf4", "q8_0", "q6_k", "q5_k", "q4_k"] | None,
+        Option(show_default=False,
+            help="How the frozen matrices under adapters are stored.  [default: as the weights]")] = None,
     gpu: Annotated[str | None, Option(metavar="NAME", show_default=False,
         help="A GPU, such as 4090 or h100. Without: this machine, computing on its GPU or else its CPU; "
              "cpu: on its CPU.")] = None,

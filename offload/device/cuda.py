@@ -24,7 +24,7 @@ import torch
 
 from offload import kernels
 from offload.device.allocator import prefer_expandable_segments
-from offload.device.pinned import PinnedMemory, Registry, registry_of
+from offload.device.pinned import PinnedMemory, Runtime, runtime_of
 from offload.device.programs import GpuPrograms, programs_of
 from offload.device.protocol import Event, Shortages, Stream, Tensors
 from offload.dtypes import kernel_dtype
@@ -41,20 +41,20 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10e-6, 500e-6
 
 
 class _Event:
-    def __init__(self, event: torch.cuda.Event, index: int, registry: Registry) -> None:
+    def __init__(self, event: torch.cuda.Event, index: int, runtime: Runtime) -> None:
         self.event = event
-        self._index, self._registry = index, registry
+        self._index, self._runtime = index, runtime
 
     def wait(self) -> None:
         deadline, pause_s = Deadline(lambda: "work on the GPU"), _FIRST_PAUSE_S
-        with torch.cuda.device(self._index), self._registry.beside_captures():
+        with torch.cuda.device(self._index), self._runtime.beside_captures():
             while not self.event.query():  # ``synchronize`` has no deadline
                 deadline.check()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def done(self) -> bool:
-        with torch.cuda.device(self._index), self._registry.beside_captures():
+        with torch.cuda.device(self._index), self._runtime.beside_captures():
             return bool(self.event.query())
 
     def seconds_since(self, earlier: Event) -> float:
@@ -64,15 +64,15 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, stream: torch.cuda.Stream, index: int, programs: GpuPrograms, registry: Registry) -> None:
+    def __init__(self, stream: torch.cuda.Stream, index: int, programs: GpuPrograms, runtime: Runtime) -> None:
         self.stream = stream
         self._index = index
-        self._programs, self._registry = programs, registry
+        self._programs, self._runtime = programs, runtime
 
     def record(self) -> _Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
-        return _Event(event, self._index, self._registry)
+        return _Event(event, self._index, self._runtime)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -86,8 +86,8 @@ class _Stream:
         self.stream.wait_event(event.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with self.current(), torch.no_grad():
-            target.copy_(source, non_blocking=True)
+        assert target.nbytes == source.nbytes and target.is_contiguous() and source.is_contiguous()
+        self._runtime.copy(target, source, self.stream)
 
     def kernel(self, name: str) -> kernels.Kernel:
         return self._programs.on(self.stream.cuda_stream).kernel(name)
@@ -141,8 +141,8 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._index = index
         self._programs = programs_of(index)
-        self._registry = registry_of(index)
-        self._pinned = PinnedMemory(self._registry)
+        self._runtime = runtime_of(index)
+        self._pinned = PinnedMemory(self._runtime)
         self._streams: list[_Stream] = []
         self.allocated_bytes = 0
         self._owners: dict[int, torch.cuda.Stream] = {}
@@ -198,7 +198,7 @@ class CudaDevice:
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         try:
-            with self._registry.beside_captures():
+            with self._runtime.beside_captures():
                 storage.resize_(nbytes)
             self.allocated_bytes += nbytes
         except torch.OutOfMemoryError as error:
@@ -239,4 +239,4 @@ class CudaDevice:
         self._pinned.unpin(address)
 
     def _stream(self, stream: torch.cuda.Stream) -> _Stream:
-        return _Stream(stream, self._index, self._programs, self._registry)
+        return _Stream(stream, self._index, self._programs, self._runtime)

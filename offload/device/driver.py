@@ -23,6 +23,8 @@ from functools import cache
 from threading import Lock
 from typing import Any
 
+import torch
+
 from swapper import OffloadError
 
 _PORTABLE = 1
@@ -94,6 +96,13 @@ class Context:
         grid, block = (num_blocks, 1, 1), (num_threads, 1, 1)
         with self._bound():
             self._call("cuLaunchKernel", function, *grid, *block, 0, ctypes.c_void_p(stream), addresses, None)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Queue a copy on a stream, of as many bytes without gaps, between host memory and the GPU or within it."""
+        nbytes = ctypes.c_size_t(target.nbytes)
+        addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (target, source))
+        with self._bound():
+            self._call("cuMemcpyAsync", *addresses, nbytes, ctypes.c_void_p(stream.cuda_stream))
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin host memory, so that GPUs copy from and to it by themselves."""

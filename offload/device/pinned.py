@@ -19,12 +19,15 @@ _PORTABLE = 1
 """``hipHostRegisterPortable``."""
 
 
-class Registry(Protocol):
-    """Registers host memory, and undoes it. All raise ``DriverError``."""
+class Runtime(Protocol):
+    """CUDA's or ROCm's own calls for host memory. Both raise ``DriverError``."""
 
     def register(self, address: int, nbytes: int) -> None: ...
 
     def unregister(self, address: int) -> None: ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Queue a copy of as many bytes, without gaps."""
 
     def beside_captures(self) -> AbstractContextManager[None]:
         """See [Note: Graphs that others capture] in ``offload.device.driver``."""
@@ -39,6 +42,10 @@ class _Hip:
     def unregister(self, address: int) -> None:
         self._check("hipHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.device(stream.device_index), torch.cuda.stream(stream), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+
     def beside_captures(self) -> AbstractContextManager[None]:
         return nullcontext()  # torch has no way to hipThreadExchangeStreamCaptureMode
 
@@ -48,7 +55,7 @@ class _Hip:
             raise DriverError(f"{name} failed ({status})", status)
 
 
-def registry_of(index: int) -> Registry:
+def runtime_of(index: int) -> Runtime:
     """The one of a GPU of torch."""
     return context_of(index) if torch.version.hip is None else _Hip()
 
@@ -56,15 +63,15 @@ def registry_of(index: int) -> Registry:
 class PinnedMemory:
     """Memory that was registered for one device."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._addresses: set[int] = set()
         self._has_warned = False
 
     def pin(self, address: int, nbytes: int) -> None:
         """Register memory. Warns, once, if that cannot be done: copies then block, and are slow."""
         try:
-            self._registry.register(address, nbytes)
+            self._runtime.register(address, nbytes)
             self._addresses.add(address)
         except DriverError as error:
             if not self._has_warned:
@@ -79,4 +86,4 @@ class PinnedMemory:
         """Undo ``pin``, whether or not it could be done. Nothing may be in flight."""
         if address in self._addresses:
             self._addresses.remove(address)
-            self._registry.unregister(address)
+            self._runtime.unregister(address)

@@ -41,7 +41,8 @@ class Stream(Protocol):
         """Have what the stream is given from now on begin after ``event``."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` into ``target``, of the same dtype and shape. Both must live until it is done."""
+        """Copy ``source`` into ``target``, both without gaps and of the same dtype and shape. They must live until it
+        is done."""
 
     def kernel(self, name: str) -> kernels.Kernel:
         """The optimizer kernel of this name (``offload.kernels``), for device memory and in this stream's order."""

@@ -41,7 +41,7 @@ class ParameterBacking:
         self._spec = spec
         self._access = access
         self._aliases = aliases
-        self._gradient_backing: PlainGradientBacking | None = None
+        self.asked_for: PlainGradientBacking | None = None
         """Of the gradient that was asked for last."""
         self._gradient_handle: GradientHandle | None = None
 
@@ -189,8 +189,8 @@ class ParameterBacking:
 
     def leave_gradient(self) -> None:
         """The gradient is about to go. Who holds it gets it in memory of his own, if there is room."""
-        of_gradient = None if self._gradient_backing is None else weakref.ref(self._gradient_backing)
-        self._gradient_handle = self._gradient_backing = None
+        of_gradient = None if self.asked_for is None else weakref.ref(self.asked_for)
+        self._gradient_handle = self.asked_for = None
         held = None if of_gradient is None else of_gradient()
         if held is not None and self._spec.whole is None:
             held.take_out()
@@ -201,15 +201,15 @@ class ParameterBacking:
         if wait:
             self._access.before.settle()
         found = self._access.gradients.find(self._unit, self._spec)
-        before = self._gradient_backing
+        before = self.asked_for
         if before is not None and (found is None or before.origin is not found.origin):
-            self._gradient_handle = self._gradient_backing = None
+            self._gradient_handle = self.asked_for = None
         if found is None:
             if self._access.zeroing is Zeroing.DUE:
                 self._access.zeroing = Zeroing.DONE
-        elif self._gradient_backing is None:
-            self._gradient_backing = PlainGradientBacking(self._unit, self._spec, self._access, found.origin)
-        return self._gradient_backing
+        elif self.asked_for is None:
+            self.asked_for = PlainGradientBacking(self._unit, self._spec, self._access, found.origin)
+        return self.asked_for
 
     def gradient_handle(self, backing: GradientBacking, shape: torch.Size) -> GradientHandle:
         """A handle on a gradient of this parameter, or of the whole that it is a piece of."""

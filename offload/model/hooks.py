@@ -69,7 +69,7 @@ class Hooks:
         the CPU.
         """
         self.units = units
-        self._begin_forward = outside_of_graphs(self._enter_unseen, _IN_PARTS)
+        self._begin_forward = outside_of_graphs(self._enter_forward, _IN_PARTS)
         self._end_forward = outside_of_graphs(self._finish_forward, _IN_PARTS)
         self._begin_backward = outside_of_graphs(self._reach, _IN_PARTS)
         self._listener = listener
@@ -219,17 +219,13 @@ class Hooks:
         unit.forward_depth -= 1
         return output if unit.forward_depth > 0 else self._end_forward(unit, output)
 
-    def _enter_unseen(self, unit: UnitInModel) -> None:
-        """Modes around the call do not see what is done here: one of a checkpoint's policy would expect the same
-        operations when the call is recomputed."""
-        if not num_listening_modes():
-            self._enter_forward(unit)
-            return
-        with unseen():
-            self._enter_forward(unit)
-
     def _enter_forward(self, unit: UnitInModel) -> None:
-        """The outermost call of the unit's modules begins."""
+        """The outermost call of the unit's modules begins. Modes around it do not see what is done here: one of a
+        checkpoint's policy would expect the same operations when the call is recomputed."""
+        if num_listening_modes():
+            with unseen():
+                self._enter_forward(unit)
+            return
         context, is_eager = self.context, not torch.compiler.is_compiling()
         if is_eager:
             if torch._C._is_tracing():
@@ -239,7 +235,8 @@ class Hooks:
                 )
             if context.open and graph_task() == -1:
                 self._close_failed()
-            self._enter(forward=True)
+            if get_ident() != context.thread:
+                self._enter(forward=True)
         if not unit.in_backward:
             self._begin_use(unit)
         self._serial += 1
@@ -284,7 +281,8 @@ class Hooks:
         elif unit.num_users == 0:
             if self._with_strays.units:
                 self._with_strays.drop()
-            unit.strays.begin_use()
+            if unit.strays.looks_before:
+                unit.strays.begin_use()
             unit.wake()
             unit.is_copy = self._listener.begin_use(unit.spec)
         if unit.num_users == 0:
@@ -349,7 +347,8 @@ class Hooks:
 
     def needed(self, call: Call) -> bool:
         """See ``UsesOfUnits``."""
-        if not call.runs_in(self.context) and (not call.unit.in_backward or call.context is not self.context):
+        context = self.context
+        if not (call.unit.in_backward and call.context is context) and not call.runs_in(context):
             if graph_task() == -1:
                 return False
             self._reach(call)
@@ -386,7 +385,8 @@ class Hooks:
                 "(a gradient penalty, a Hessian) would not find them. Do that on a model that is not wrapped."
             )
         unit, context = call.unit, self.context
-        self._enter(forward=False)
+        if get_ident() != context.thread:
+            self._enter(forward=False)
         if call.context is not context:
             raise OffloadError(
                 f"{TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
@@ -395,7 +395,10 @@ class Hooks:
         task = context.await_end(self.close_backward)
         for entry in context.come_to(call, goes_on=self._turns is None):  # else it waits for its turn at each call
             self._leave_backward(entry)
-        if all(entry[0] is not unit for entry in context.open):
+        for entry in context.open:
+            if entry[0] is unit:
+                break
+        else:
             if not unit.in_backward and unit.forward_depth == 0:
                 self._begin_use(unit)
             unit.in_backward = True

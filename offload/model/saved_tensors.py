@@ -129,11 +129,14 @@ class SavedTensors:
             return tensor
         call: Call = packed[2]
         if call.unit.in_backward and call.context is self.uses.context and not call.unit.reassigned:
-            return tensor  # its unit is in use for this backward, as ``_from_use`` would find
-        found = _from_use(self.uses, call, lambda: tensor)
-        if tensor._version != version:  # by what was written to another tensor over the parameter's former memory
-            raise changed_in_place(tensor, tensor.shape, version)
-        return found
+            return tensor  # its unit is in use for this backward, as ``needed`` would find
+        if not self.uses.needed(call):
+            tensor = self.uses.look(call, lambda: tensor)
+        elif call.unit.reassigned:
+            call.unit.check_saved(call, tensor)
+        if packed[0]._version != version:  # by what was written to another tensor over the parameter's former memory
+            raise changed_in_place(packed[0], tensor.shape, version)
+        return tensor
 
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
 
@@ -161,7 +164,12 @@ class HooksAbove:
         below, call = packed
         if call is None:
             return self._unpack_below(below)
-        return _from_use(self.uses, call, lambda: self._unpack_below(below))
+        if not self.uses.needed(call):
+            return self.uses.look(call, lambda: self._unpack_below(below))
+        tensor = self._unpack_below(below)
+        if call.unit.reassigned:
+            call.unit.check_saved(call, tensor)
+        return tensor
 
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
 
@@ -197,16 +205,6 @@ class GivenAgain:
                 f"unit {self._name}: the second run of its forward, for its backward, has saved other tensors than the "
                 f'first one. Do not recompute it: activations={{"{self._name}": "keep", ...}}'
             ) from error
-
-
-def _from_use(uses: UsesOfUnits, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return what ``get`` gives while the call's unit is in use: a copy, if it is in none for a backward."""
-    if not uses.needed(call):
-        return uses.look(call, get)
-    tensor = get()
-    if call.unit.reassigned:
-        call.unit.check_saved(call, tensor)
-    return tensor
 
 
 def changed_in_place(tensor: torch.Tensor, shape: torch.Size, version: int) -> OffloadError:

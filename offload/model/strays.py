@@ -60,6 +60,8 @@ class Strays:
         self._storage: int = window.flat.untyped_storage()._cdata
         self._keeps = False
         """The window does."""
+        self.looks_before = True
+        """At the next use: ``begin_use`` is to be called."""
         self._knows = False
         """The count where there are none is known, from before the first use."""
         self._owners_at_rest = 0
@@ -72,13 +74,13 @@ class Strays:
 
     def begin_use(self) -> None:
         """Before it. Raises ``OffloadError`` if what was left to strays has been written to."""
-        self._in_hooks = 0
         if self.are_left:
             self.check()
             self.are_left = False
         elif not self._knows:
             self._owners_at_rest = self._owners()
-            self._knows = True  # last: an interrupt between these lines leaves it to the next use
+            self._knows = True
+        self.looks_before = False  # last: an interrupt between these lines leaves it to the next use
 
     @contextmanager
     def kept_by_hooks(self) -> Iterator[None]:
@@ -93,8 +95,10 @@ class Strays:
         """See whether there are some, while the weights are there. What a checkpoint recomputes it has saved for the
         backward that follows, which asks our hooks for it."""
         owners = num_owners(self._storage) - sys.getrefcount(self.saved) - (self._in_hooks if is_recomputed else 0)
+        self._in_hooks = 0
         self.are_left = self._is_seen and owners > self._owners_at_rest
         if self.are_left:
+            self.looks_before = True
             self._hashes = self._writes.hashes()
         if self.are_left != self._keeps:
             self._keeps = self.are_left
@@ -148,6 +152,7 @@ class Strays:
 
     def excuse(self) -> None:
         """Those that are there were left by a use that did not come to its end: they are nothing to warn of."""
+        self._in_hooks = 0
         self._owners_excused = self._owners()
 
     def warn(self) -> None:

@@ -116,9 +116,9 @@ class KernelRule(LooseStates):
     def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
         into, numel = start - tile.start, tile.stop - tile.start
         arrays: dict[str, int] = {}
-        assert isinstance(frozen, Coef)
+        coef: Coef = frozen  # type: ignore[assignment]  # of ``freeze``
         first, each = at.states + numel * self._formats.master, self._state_bytes(numel)
-        for name in frozen.states:
+        for name in coef.states:
             state = first + self._names.index(name) * each
             arrays[name] = state + into * self._dtype.itemsize
             if self._dtype is kernels.Dtype.INT8:
@@ -128,7 +128,7 @@ class KernelRule(LooseStates):
             kind = "rest" if self._weight_dtype is kernels.Dtype.BF16 else "master"
             arrays[kind] = at.states + self.master_offset(tile, start)
         kernels.update(
-            frozen,
+            coef,
             stop - start,
             grad=at.grads,
             grad_dtype=self._grad_dtype,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -54,11 +54,8 @@ class TileBytes(NamedTuple):
         return self.states == self.states_before and self.weights == self.weights_before
 
 
-class SteppingParameter(NamedTuple):
-    """A parameter that takes part in a step, as the optimizer has it."""
-
-    parameter: nn.Parameter
-    group: Group
+SteppingParameter: TypeAlias = tuple[nn.Parameter, Group]
+"""A parameter that takes part in a step, as the optimizer has it, and its group."""
 
 
 def options_of(group: Group) -> Group:

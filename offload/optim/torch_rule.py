@@ -125,7 +125,7 @@ class TorchRule(WholeParameters):
                 "of them before the engine is made, with options that change later"
             )
         self._index = {id(group): index for index, group in enumerate(optimizer.param_groups)}
-        indices = frozenset(self._index[id(parameter.group)] for parameter in stepping.values())
+        indices = frozenset(self._index[id(group)] for _, group in stepping.values())
         after = self._representatives.step(before, indices)
         after.give(optimizer, before)
         self._step, self._stepping = _Step(before, after), stepping
@@ -134,7 +134,7 @@ class TorchRule(WholeParameters):
         """The optimizer looks at them itself, when it takes a step."""
 
     def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
-        attributes = _attributes_of(self._stepping[spec].parameter)
+        attributes = _attributes_of(self._stepping[spec][0])
         return _ParameterStep(self._step, spec, self._index[id(group)], attributes, grad_scale)
 
     def get_shared(self) -> dict[str, Any]:

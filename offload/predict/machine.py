@@ -80,8 +80,9 @@ class Machine:
     """One rank's part of a machine: host memory, drives and memory bandwidth of a node are divided among its ranks.
 
     Where the CPU computes, updates and checksums take its cores. ``update`` is the memory
-    traffic of the optimizer's kernel, ``beside`` that of updates before the verdict of units in host memory, and
-    ``checksum`` what a core checks of the bytes that pass NVMe, bytes a second.
+    traffic of the optimizer's kernel, ``beside`` that of updates before the verdict of units in host memory,
+    ``memory`` that of updates and of a device's link together, and ``checksum`` what a core checks of the bytes that
+    pass NVMe, bytes a second.
     ``unit_seconds`` and ``record_seconds`` are what the engine itself takes of a core in a step, for each unit and for
     each record on NVMe. ``network`` joins the ranks.
     """
@@ -97,6 +98,7 @@ class Machine:
     device: DeviceMachine = CPU
     network: Network = ALONE
     beside: float = math.inf
+    memory: float = math.inf
     update_cores: float = 1.0
     """Cores of the CPU that updates get where a device computes."""
     beside_bytes: float = math.inf
@@ -191,6 +193,7 @@ def described(
         cores=Cores(compute, compute),
         update=update / gpus,
         beside=min(memory_bandwidth, updating * CORE_BESIDE) / gpus,
+        memory=memory_bandwidth / gpus,
         update_cores=updating / gpus,
         checksum=25e9,
         unit_seconds=1e-4,
@@ -211,7 +214,8 @@ def _of_updates(memory_bandwidth: float, cores: float | None, gpus: int) -> tupl
         updating,
         (
             f"updates on the CPU get {update / 1e9:,.0f} of {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory "
-            f"bandwidth, which takes {enough} cores beside one for each GPU (--memory-bandwidth, --cores)"
+            f"bandwidth, which takes {enough} cores beside one for each GPU, and share it with what crosses the link "
+            "(--memory-bandwidth, --cores)"
         ),
     )
 

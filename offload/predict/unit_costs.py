@@ -43,13 +43,16 @@ def works_of(
         per_element = 0.0 if item.weights is Tier.DEVICE else formats.weights / machine.device.link
         to_device = item.unit.numel * per_element * plan.routing.used(unit)
         to_host = item.unit.trainable_numel * per_element * plan.routing.changed(unit)
+        crossing = (to_device * (2 - stays) + to_host) * workload.passes * machine.device.link if to_device else 0.0
         works.append(
             UnitWork(
                 forward=forward + own.forward(item) + share * copying,
                 backward=backward + own.backward(item, unit, uses) + share * copying,
                 fetch=drive.seconds(one.weights),
                 update=drive.seconds(one.updated + one.states, one.trained + one.states),
-                sweep=one.in_memory / machine.update + products(item.unit) / machine.products + own.update(item),
+                sweep=max(one.in_memory / machine.update, (one.in_memory + crossing) / machine.memory)
+                + products(item.unit) / machine.products
+                + own.update(item),
                 spill=drive.seconds(0, one.grads),
                 late=drive.seconds(one.grads),
                 to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host,

@@ -49,6 +49,10 @@ BASES = {
         Base("nvfp4", 4.5),  # an fp8 scale for 16
         Base("mxfp4", 4.25),  # 8 bits for 32: OCP Microscaling Formats 1.0
         Base("nf4", 4.127),  # QLoRA, arXiv:2305.14314: 8 bits for 64, and an fp32 for 256 of these
+        Base("q8_0", 8.5),  # as all below, a block of GGUF
+        Base("q6_k", 6.5625),
+        Base("q5_k", 5.5),
+        Base("q4_k", 4.5),
     )
 }
 """By the names that ``--base`` takes."""

@@ -100,6 +100,10 @@ class QuantisedWeight(torch.Tensor):
         """Fill ``out`` with the rows ``[start, stop)`` of one weight."""
         out.copy_(self.work_out(start, stop))
 
+    def take_rows(self, indices: torch.Tensor) -> torch.Tensor | None:
+        """The rows of one weight that an embedding looks up; None where they are not worked out by themselves."""
+        return None
+
     def select_first(self, index: int) -> QuantisedWeight:
         """One of several weights that lie one after the other, without a copy."""
         return type(self)([part[index] for part in self.parts], self.shape[1:], self.dtype, self.settings)
@@ -158,6 +162,10 @@ class QuantisedWeight(torch.Tensor):
             if function is _aten.slice.Tensor and weight.has_rows and args[1] == 0 and len(args) == 4:
                 found = range(len(weight))[args[2] : args[3]]
                 return weight.rows(found.start, found.stop)
+            if function is _aten.embedding.default:
+                looked_up = weight.take_rows(args[1])
+                if looked_up is not None:
+                    return looked_up
         return function(*tree_map(_ordinary, args), **tree_map(_ordinary, kwargs))
 
 

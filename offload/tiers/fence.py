@@ -21,7 +21,8 @@ class UpdateFence:
         self._monitor = monitor
         self._meter = meter
         self._held = held
-        self._pending: set[int] = set()
+        self.pending: set[int] = set()
+        """Units that ``wait`` would wait for, by index."""
         self._waiting: set[object] = set()
         """A token for each wait under way. Guarded by the monitor."""
 
@@ -38,15 +39,15 @@ class UpdateFence:
     def begin(self, units: Sequence[UnitSpec]) -> None:
         """Updates of these units are certain, and begin."""
         with self._monitor:
-            self._pending.update(unit.index for unit in units)
+            self.pending.update([unit.index for unit in units])
 
     def is_pending(self, unit: UnitSpec) -> bool:
         """The unit's update is not done. Takes no lock."""
-        return unit.index in self._pending
+        return unit.index in self.pending
 
     def done(self, *units: UnitSpec) -> None:
         """The update has reached these units. Takes no lock unless somebody waits."""
-        self._pending.difference_update([unit.index for unit in units])
+        self.pending.difference_update([unit.index for unit in units])
         if self._waiting:
             with self._monitor:
                 self._monitor.notify_all()
@@ -55,7 +56,7 @@ class UpdateFence:
         """Block until the last step's update has reached the unit."""
         if of_thread.stepping:
             refuse_within_step()
-        if unit.index not in self._pending:
+        if unit.index not in self.pending:
             return
         token = object()
         with self._monitor, self._meter.stall("update"):
@@ -63,7 +64,7 @@ class UpdateFence:
                 self._waiting.add(token)
                 self._monitor.notify_all()
                 self._monitor.wait_until(
-                    lambda: unit.index not in self._pending, lambda: f"the update of unit {unit.name} ({self._held()})"
+                    lambda: unit.index not in self.pending, lambda: f"the update of unit {unit.name} ({self._held()})"
                 )
             finally:
                 self._waiting.discard(token)

@@ -54,19 +54,17 @@ class HostWindow(Window, Protocol):
     """Can be opened on host memory, where it is.
 
     ``copies``: it shows a copy of that memory, and what is written to it goes with the use.
-    ``may_stay_open``: memory that nothing else comes to may stay under it beyond the use.
-    ``gives_way``: what is kept would be another unit's memory. ``leave`` tells the open window that it is not, until
-    the window makes this call, and whether the weights are in other memory from now on.
+    ``open_at``: the address that it is open on; 0 also where ``open`` must look.
+    ``keeps``: see ``keep``. ``leave`` tells the open window that what it keeps will be no other unit's memory, until
+    the window makes the call that is ``left`` with it, and whether the weights are in other memory from now on.
     """
 
     @property
     def copies(self) -> bool: ...
 
-    @property
-    def may_stay_open(self) -> bool: ...
-
-    @property
-    def gives_way(self) -> bool: ...
+    open_at: int
+    keeps: bool
+    left: Callable[[], object] | None
 
     def open(self, address: int) -> None: ...
 
@@ -96,18 +94,16 @@ class SwapWindow(_Holds):
         self._poison_address: int = poison.address
         self._poison = poison  # mapped as long as anything may look at it
         self._storage = self.flat.untyped_storage()
-        self._open_at = 0
-        """The address that it is open on; 0 also where an interrupt has come."""
+        self.open_at = 0  # also where an interrupt has come
         self._under = self._nothing = 0, self._storage
         """The address of the memory that was last under the window, or is now, and that memory: made once for a unit
         that is resident in RAM. One value: an interrupt may come at any line."""
-        self._keeps = False
-        self._left: Callable[[], object] | None = None
-        """Call that ends a stay of the memory under the window; None if nothing stays."""
+        self.keeps = False
+        self.left: Callable[[], object] | None = None
         self._has_copy = False
 
     def keep(self, keeps: bool) -> None:
-        self._keeps = keeps
+        self.keeps = keeps
 
     def has_copy(self) -> bool:
         return self._has_copy
@@ -115,30 +111,22 @@ class SwapWindow(_Holds):
     def drop_copy(self) -> None:
         self.close()
 
-    @property
-    def may_stay_open(self) -> bool:
-        return self._keeps or self._left is None  # else nobody looks any more at what was left
-
-    @property
-    def gives_way(self) -> bool:
-        return self._keeps and self._left is None
-
     def leave(self, take_back: Callable[[], object], *, is_copy: bool) -> None:
         """The storage has a part in the memory: who looks at it may outlive the engine."""
         address, flat = self._under[0], self.flat
         part = aio_ext.share(address, flat.nbytes)
         kept = tensor_at(address, flat.numel(), flat.dtype, part).untyped_storage()
-        self._open_at = 0
+        self.open_at = 0
         with held_back():
             swap_memory(self._storage, self._under[1])
             self._under = address, kept
             swap_memory(self._storage, kept)
-            self._left, self._has_copy = take_back, is_copy
+            self.left, self._has_copy = take_back, is_copy
 
     def open(self, address: int) -> None:
-        if self._open_at == address:  # as it was left by who knows that nothing else comes to that memory
+        if self.open_at == address:  # as it was left by who knows that nothing else comes to that memory
             return
-        if self._left is not None:
+        if self.left is not None:
             self._bring(address)
             return
         if self.flat.data_ptr() != self._poison_address:  # it is open on other memory, or an interrupt has left it
@@ -146,24 +134,24 @@ class SwapWindow(_Holds):
         if self._under[0] != address:
             self._under = address, tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
         swap_memory(self._storage, self._under[1])
-        self._open_at = address
+        self.open_at = address
 
     def close(self) -> None:
         """Safe to call twice: the address says whether it is open."""
-        self._open_at = 0
-        if self._keeps or self.flat.data_ptr() == self._poison_address:
+        self.open_at = 0
+        if self.keeps or self.flat.data_ptr() == self._poison_address:
             return
-        if self._left is None:
+        if self.left is None:
             swap_memory(self._storage, self._under[1])
         else:
-            self._give_back(self._left)
+            self._give_back(self.left)
 
     def _give_back(self, take_back: Callable[[], object]) -> None:
         """Nobody looks any more at what was left."""
         with held_back():
             swap_memory(self._storage, self._under[1])
             self._under = self._nothing
-            self._left, self._has_copy = None, False
+            self.left, self._has_copy = None, False
             take_back()
 
     def _bring(self, address: int) -> None:
@@ -176,16 +164,17 @@ class CopyWindow(_Holds):
     """Frees the storage by resizing and fills it again by copying: for a torch that cannot exchange pointers."""
 
     copies = True
-    gives_way = may_stay_open = False
-    """Its memory is its own."""
+    open_at = 0
+    left: Callable[[], object] | None = None
+    """Its memory is its own: it has nothing to leave."""
 
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
         self.flat = torch.empty(numel, dtype=dtype)
         self._nbytes = self.flat.untyped_storage().nbytes()
-        self._keeps = False
+        self.keeps = False
 
     def keep(self, keeps: bool) -> None:
-        self._keeps = keeps
+        self.keeps = keeps
 
     def has_copy(self) -> bool:
         return self.flat.untyped_storage().nbytes() > 0
@@ -200,7 +189,7 @@ class CopyWindow(_Holds):
             self.flat.copy_(tensor_at(address, self.flat.numel(), self.flat.dtype))
 
     def close(self) -> None:
-        if not self._keeps:
+        if not self.keeps:
             self.flat.untyped_storage().resize_(0)
 
     def leave(self, take_back: Callable[[], object], *, is_copy: bool) -> None:

@@ -244,6 +244,8 @@ class Pipeline:
         for index in self._device.sooner(job.homes.tile for job in at_hand):
             job = jobs[index]
             self._make_ready(job)
+            if job.state.void:
+                continue  # its turn to be passed over comes
             job.trip = self._device.begin(job.state.task.update, job.homes.tile, job.at(self._formats))
             reading.remove(job)
             self._sent.append(job)

@@ -128,7 +128,7 @@ class SpeculativeUpdate:
         return states.spare_address
 
     def weights_at_hand(self) -> bool:
-        return False
+        return not self._shadow.waits
 
     def weights(self) -> tuple[int, int] | None:
         if not self.is_slot_held:

@@ -68,8 +68,9 @@ def apply(
     for first, last, frozen in update.segments:
         start, stop = max(first, tile.start), min(last, tile.stop)
         if start < stop:
-            into = start - tile.start
-            of_weights, of_grads = into * formats.weights, into * formats.grads
-            before = at.weights_before + of_weights
-            part = TileBytes(at.states, at.weights + of_weights, at.grads + of_grads, at.states_before, before)
+            into, part = start - tile.start, at
+            if into:
+                of_weights, of_grads = into * formats.weights, into * formats.grads
+                before = at.weights_before + of_weights
+                part = TileBytes(at.states, at.weights + of_weights, at.grads + of_grads, at.states_before, before)
             rule.apply(frozen, tile, start, stop, part, native)

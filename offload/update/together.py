@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import attrgetter
 
 from offload import kernels
 from offload.cores import GRAIN
@@ -15,17 +15,10 @@ from offload.optim.formats import Formats
 from offload.optim.rule import Rule, TileBytes
 from offload.report.meter import Meter
 from offload.tiers.home import TileHomes, UnitHomes
-from offload.units import UnitSpec
+from offload.units import Tile, UnitSpec
 from offload.update.step import UnitUpdate, apply
 
-
-class _Part(NamedTuple):
-    """A tile, and the addresses of its unit's weights and gradients."""
-
-    update: UnitUpdate
-    tile: TileHomes
-    weights: int
-    grads: int
+_states_at: Callable[[TileHomes], int | None] = attrgetter("states.address")
 
 
 @dataclass(eq=False)
@@ -36,7 +29,8 @@ class Together:
     done: Callable[[Sequence[UnitSpec]], None]
     """Called with the units that are updated."""
     numel: int = 0
-    _parts: list[_Part] = field(default_factory=list)
+    _parts: list[tuple[UnitUpdate, Tile, int, int, int]] = field(default_factory=list)
+    """Tiles, and the addresses of the states of each, and of its unit's weights and gradients."""
     _units: list[UnitSpec] = field(default_factory=list)
     """Units whose last tile is among them."""
 
@@ -45,10 +39,10 @@ class Together:
 
     def add(self, update: UnitUpdate, homes: UnitHomes, tile: TileHomes) -> bool:
         """Take a tile, after the others of its unit, which ``can_take``. True: the next one is one of another job."""
-        weights, grads = homes.weights.address, homes.grads_address
-        assert weights is not None and grads is not None
-        self._parts.append(_Part(update, tile, weights, grads))
-        self.numel += tile.tile.stop - tile.tile.start
+        states, weights, grads, part = tile.states.address, homes.weights.address, homes.grads, tile.tile
+        assert states is not None and weights is not None and grads is not None and grads.address is not None
+        self._parts.append((update, part, states, weights, grads.address))
+        self.numel += part.stop - part.start
         if tile is homes.tiles[-1]:
             self._units.append(update.unit)
         return self.numel >= GRAIN
@@ -57,9 +51,7 @@ class Together:
         """Update them."""
         start = time.perf_counter()
         with cpu.lend(self.numel) as native:
-            for update, homes, weights, grads in self._parts:
-                tile, states = homes.tile, homes.states.address
-                assert states is not None
+            for update, tile, states, weights, grads in self._parts:
                 at = weights + tile.start * formats.weights
                 of_tile = TileBytes(states, at, grads + tile.start * formats.grads, states, at)
                 apply(rule, formats, update, tile, of_tile, native)
@@ -71,6 +63,7 @@ def can_take(homes: UnitHomes) -> bool:
     """All records of the unit are in host memory."""
     return (
         homes.weights.address is not None
-        and homes.grads_address is not None
-        and None not in [tile.states.address for tile in homes.tiles]
+        and homes.grads is not None
+        and homes.grads.address is not None
+        and None not in map(_states_at, homes.tiles)
     )

@@ -93,7 +93,7 @@ class Updater:
         """Start reading what the update of the coming step begins with, although it is not certain yet: units without a
         speculative update."""
         still_to_do = [unit for unit in self.speculative.units if unit.index not in self.speculative.of_unit]
-        in_order = sorted(still_to_do, key=self.host.first_use)
+        in_order = self.host.by_first_use(still_to_do, lambda unit: unit)
         stored = (tile.states.stored for unit in in_order for tile in self.homes[unit.index].tiles)
         read = self.pipeline.ahead.reader([home for home in stored if home is not None])
         self._worker.submit(partial(self._guarded, read))

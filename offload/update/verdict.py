@@ -106,10 +106,8 @@ class Verdict:
         taking_part = {
             unit: found for unit in self.units if (found := self._taking_part(unit, gradients_of[unit], groups))
         }
-        stepping = {
-            spec: SteppingParameter(self.parameters[spec], group)
-            for found in taking_part.values()
-            for spec, group in found.items()
+        stepping: dict[ParameterSpec, SteppingParameter] = {
+            spec: (self.parameters[spec], group) for found in taking_part.values() for spec, group in found.items()
         }
         self.rule.begin_step(stepping)
         for unit, found in taking_part.items():

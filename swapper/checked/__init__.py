@@ -25,6 +25,7 @@ from swapper.checked.kinds import (
     Text,
     Tuple,
 )
+from swapper.checked.packed import PackedCursor, width_of
 from swapper.checked.refused import Refused, refusals, within
 from swapper.checked.text import SLACK_BYTES, Cursor, cost_of, require_held, text_of
 
@@ -41,6 +42,7 @@ __all__ = [
     "MapOf",
     "OneOf",
     "Optional",
+    "PackedCursor",
     "Real",
     "Record",
     "Refused",
@@ -54,5 +56,6 @@ __all__ = [
     "refusals",
     "require_held",
     "text_of",
+    "width_of",
     "within",
 ]

@@ -71,11 +71,13 @@ def test_the_same_bits_over_all_budgets(
 
     device_memory = least(make, "device_memory")
     host_memory = least(partial(make, device_memory=device_memory), "host_memory")
+    with make() as engine:
+        whole = engine.plan.device.total_bytes
     outcomes, homes = [], []
     for chosen in (
         {},  # auto: all resident on the device
         {"device_memory": 1 << 30},
-        {"device_memory": 6 * device_memory},  # some resident there
+        {"device_memory": whole * 9 // 10},  # some resident there
         {"device_memory": device_memory},  # none
         {"device_memory": device_memory, "host_memory": host_memory},
     ):
@@ -131,7 +133,7 @@ def test_updates_on_the_gpu_have_the_bits_of_the_cpu(
             assert device == "cpu" or len(engine.plan.device.resident) == len(engine.plan.units)
             for step in range(4):
                 for parameter in engine.module.parameters():
-                    parameter.grad = (torch.randn(parameter.shape) * 10.0 ** (step - 2)).to(parameter.device)
+                    parameter.grad = (torch.randn(parameter.shape) * 10.0 ** (step - 2)).to(parameter)
                 norms.append(float(engine.clip_grad_norm_(1e9)))
                 engine.optimizer.step()
             states = engine.optimizer.state_dict()["state"]
@@ -296,6 +298,7 @@ def test_device_memory_is_kept_and_does_not_grow(make_model: Callable[..., Tiny]
         assert torch.cuda.memory_allocated() <= settled + (2 << 20)
         assert peaks[-1] - peaks[0] <= engine.plan.device.gradients_bytes  # so much may be on its way, or not yet
         assert settled - before <= budget + (2 << 20)
+        engine.close(discard=True)  # else the model has weights of its own again, there
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
 
@@ -346,10 +349,11 @@ def test_autocast_checkpointing_compile_and_evaluation(make_model: Callable[...,
 
 def test_recurrent_weights_are_trained(tmp_path: Path) -> None:
     """cuDNN would gather them in memory of its own, where updates do not reach."""
+    torch.manual_seed(0)
     model = nn.LSTM(16, 16, num_layers=2)
-    with OffloadEngine(model, device="cuda", nvme_path=tmp_path, precision="fp32", lr=0.1) as engine:
+    with OffloadEngine(model, device="cuda", nvme_path=tmp_path, precision="fp32", lr=1e-3) as engine:
         losses = []
-        for _ in range(5):
+        for _ in range(20):
             loss = engine(torch.ones(3, 2, 16))[0].square().mean()
             engine.backward(loss)
             engine.step()
@@ -364,7 +368,7 @@ def test_a_report_names_bytes_and_bounds(make_model: Callable[..., Tiny], tmp_pa
     with make(device_memory=least(make, "device_memory")) as engine:
         train(engine, 3)
         report = engine.report()
-        assert report.to_host_bytes == 2 * engine.plan.num_parameters
+        assert report.to_host_bytes == engine.config.dtype.itemsize * engine.plan.num_parameters
         assert report.to_device_bytes >= engine.plan.device.all_bytes
         assert 0 < report.compute_seconds < report.seconds
         assert report.to_device_seconds > 0 and report.to_host_seconds > 0

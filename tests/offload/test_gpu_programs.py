@@ -212,7 +212,7 @@ def test_a_failure_that_the_runtime_remembers_is_found(
     make_model: Callable[..., Tiny], stand: Stand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As by ``cudaHostRegister``: the next work on the GPU raises it."""
-    monkeypatch.setattr(cuda, "registry_of", lambda index: pinned._Hip())
+    monkeypatch.setattr(cuda, "runtime_of", lambda index: pinned._Hip())
     make, raised = make_offloaded(make_model, tmp_path, monkeypatch), pytest.raises(RuntimeError, match="CUDA error 2")
     with pytest.warns(UserWarning, match="could not be pinned"), raised:
         with_runtime = make(stand.device(), device_memory=2 << 20)

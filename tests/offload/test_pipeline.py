@@ -743,6 +743,27 @@ def test_weights_that_are_at_hand_are_taken_at_once():
     ]
 
 
+def test_a_unit_that_turns_out_void_while_tiles_are_sent_is_passed_over():
+    story = Story(num_buffers=0, goes="a.0 b.0 b.1 c.0")
+    tasks = [story.task(name, num_tiles, resident=True) for name, num_tiles in (("a", 1), ("b", 2), ("c", 1))]
+    tasks[1].weights = lambda: None
+    for task in tasks[1:]:
+        task.weights_at_hand = lambda: True
+    story.pipeline.run(tasks)
+    assert story.events == [
+        ("weights", "a"),
+        ("send", "a.0"),
+        ("weights", "c"),
+        ("send", "c.0"),
+        ("finish", "b"),
+        ("back", "a.0"),
+        ("finish", "a"),
+        ("back", "c.0"),
+        ("finish", "c"),
+        ("drain", []),
+    ]
+
+
 def test_when_the_run_is_stopped_or_fails_tiles_on_a_device_are_waited_for():
     def stop(name: str) -> None:
         story.pipeline.stop()

@@ -79,7 +79,7 @@ def with_weights(first: int, second: int) -> tuple[UnitSpec, UnitHomes, HostLeve
 def test_weights_in_ram_are_written_beside_and_are_the_unit_s_when_they_are_flipped(memory: tuple[int, int]):
     first, second = memory
     unit, homes, host, spare = with_weights(first, second)
-    assert homes.have_spares and spare.hold(unit)
+    assert homes.have_spares and spare.hold(unit) and not spare.waits
     place = spare.lend(unit, [Tile(0, 1, 8), Tile(2, 3, 8)], lambda: True)
     assert place is not None and (place.address, place.before) == (second, first)
     assert words(second) == [9, 2, 9, 4], "what is not written is there"

@@ -109,6 +109,16 @@ def test_a_copy_is_void_after_its_unit_was_updated() -> None:
     rig.close()
 
 
+def test_compute_that_waits_for_an_update_on_the_host_says_so() -> None:
+    rig = DeviceRig("ab", room=2)
+    a, fence = rig.units["a"], rig.host.weights.fence
+    fence.begin([a])
+    assert [rig.weights.cache.carrier.waits_for(rig.units[name]) for name in "ab"] == ["update", "read"]
+    fence.done(a)
+    assert rig.weights.cache.carrier.waits_for(a) == "read"
+    rig.close()
+
+
 def test_a_use_under_way_keeps_the_old_weights_and_the_next_one_has_the_new_ones() -> None:
     rig = DeviceRig("a", room=1)
     rig.acquire("a")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from offload.birth.weights import opened
 from offload.birth.weights_file import WeightsFile
 from offload.errors import ConfigError, WeightsError
 from offload.memory import tensor_at
@@ -80,7 +81,7 @@ class BaseFiles:
         if number not in self._opened:
             saved, path = self._files[number], self._paths[number]
             try:
-                file = WeightsFile(path)
+                file = opened(path)
             except WeightsError as error:
                 raise ConfigError(
                     f"frozen weights were read in place from {saved.path}, and are in no checkpoint: {error.args[0]}. "

@@ -25,6 +25,7 @@ class HostGradients(UnitGradients):
         self._before_change = before_change
         self._at = address
         self._dtype = dtype
+        self._itemsize = dtype.itemsize
         self._kernel_dtype = kernel_dtype(dtype)
 
     def put(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
@@ -34,7 +35,7 @@ class HostGradients(UnitGradients):
         return self._bring(kernels.accumulate, spec, gradient)
 
     def rescale_and_add(self, spec: ParameterSpec, factor: float, gradient: torch.Tensor, scale: float) -> float:
-        self._changes()
+        self._before_change()
         total = self._tensor(spec)
         total.mul_(factor).add_(gradient, alpha=scale)
         return self.sum_squares(spec)
@@ -43,7 +44,7 @@ class HostGradients(UnitGradients):
         return self._tensor(spec).clone()
 
     def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
-        self._changes()
+        self._before_change()
         return self._tensor(spec).view(-1)
 
     def sum_squares(self, spec: ParameterSpec) -> float:
@@ -52,17 +53,13 @@ class HostGradients(UnitGradients):
         threads = torch.get_num_threads()
         return kernels.sum_squares(self._address(spec), spec.numel, self._kernel_dtype, threads)
 
-    def _changes(self) -> None:
-        """Gradients are about to change."""
-        self._before_change()
-
     def _bring(self, bring: kernels.Bring, spec: ParameterSpec, gradient: torch.Tensor) -> float:
-        self._changes()
-        threads, source_dtype = torch.get_num_threads(), KERNEL_DTYPES[gradient.dtype]
-        return bring(spec.numel, self._address(spec), self._kernel_dtype, gradient.data_ptr(), source_dtype, threads)
+        self._before_change()
+        address, source, threads = self._address(spec), gradient.data_ptr(), torch.get_num_threads()
+        return bring(spec.numel, address, self._kernel_dtype, source, KERNEL_DTYPES[gradient.dtype], threads)
 
     def _tensor(self, spec: ParameterSpec) -> torch.Tensor:
         return tensor_at(self._address(spec), spec.numel, self._dtype).view(spec.shape)
 
     def _address(self, spec: ParameterSpec) -> int:
-        return self._at + spec.offset * self._dtype.itemsize
+        return self._at + spec.offset * self._itemsize

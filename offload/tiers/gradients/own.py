@@ -39,24 +39,24 @@ class OwnGradients:
     def __init__(self, sink: GradientSink) -> None:
         self.write: Callable[[UnitSpec, ParameterSpec, torch.Tensor], None]
         self._sink = sink
-        self._own: dict[ParameterSpec, _Own] = {}
+        self.of_spec: dict[ParameterSpec, _Own] = {}
         """In the order in which they became gradients."""
 
     def of(self, spec: ParameterSpec) -> torch.Tensor | None:
         """The tensor that is the parameter's gradient, if it is the user's."""
-        own = self._own.get(spec)
+        own = self.of_spec.get(spec)
         return None if own is None else own.tensor()
 
     def has_any(self, unit: UnitSpec) -> bool:
         """Tensors of the user's are gradients of the unit's parameters."""
-        return bool(self._own) and any(spec in self._own for spec in unit.parameters)
+        return any(spec in self.of_spec for spec in unit.parameters)
 
     def adopt(self, unit: UnitSpec, spec: ParameterSpec, tensor: torch.Tensor) -> None:
         """The parameter's gradient is this tensor from now on, as long as anybody holds it."""
         self.drop(spec)
-        self._own[spec] = _Own(unit, tensor)
-        excess = sum(own.nbytes for own in self._own.values() if own.held is not None) - HELD_BYTES_MAX
-        for other, own in self._own.items() if excess > 0 else ():
+        self.of_spec[spec] = _Own(unit, tensor)
+        excess = sum(own.nbytes for own in self.of_spec.values() if own.held is not None) - HELD_BYTES_MAX
+        for other, own in self.of_spec.items() if excess > 0 else ():
             if own.held is not None and own.nbytes:
                 self.write(own.unit, other, own.held)
                 own.held = None
@@ -66,18 +66,18 @@ class OwnGradients:
 
     def drop(self, spec: ParameterSpec) -> None:
         """It is not any more."""
-        self._own.pop(spec, None)
+        self.of_spec.pop(spec, None)
 
     def multiply(self, factor: float) -> None:
         """Multiply them all, in place."""
-        tensors = {id(tensor): tensor for own in self._own.values() if (tensor := own.tensor()) is not None}
+        tensors = {id(tensor): tensor for own in self.of_spec.values() if (tensor := own.tensor()) is not None}
         for tensor in tensors.values():
             tensor.mul_(factor)
 
     # The sink: see ``GradientSink``.
 
     def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
-        own = self._own.get(spec) if self._own else None
+        own = self.of_spec.get(spec) if self.of_spec else None
         tensor = None if own is None else own.tensor()
         if tensor is not None:
             with torch.no_grad():
@@ -95,7 +95,7 @@ class OwnGradients:
         return self._sink.complete()
 
     def settle(self, at: Place | None = None) -> None:
-        for spec, own in list(self._own.items()):
+        for spec, own in list(self.of_spec.items()):
             tensor = own.tensor()
             if tensor is not None:
                 self.write(own.unit, spec, tensor)
@@ -104,7 +104,7 @@ class OwnGradients:
         self._sink.settle(at)
 
     def restored(self) -> None:
-        self._own.clear()
+        self.of_spec.clear()
         self._sink.restored()
 
     def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
@@ -112,7 +112,7 @@ class OwnGradients:
         self._sink.use_up(unit, specs)
 
     def forget(self, unit: UnitSpec) -> None:
-        for spec in unit.parameters if self._own else ():
+        for spec in unit.parameters if self.of_spec else ():
             self.drop(spec)
         self._sink.forget(unit)
 

@@ -135,7 +135,7 @@ class SpilledGradients(HostGradients):
     def __init__(
         self, unit: UnitSpec, tiles: Sequence[TileHomes], pool: BufferPool, dtype: torch.dtype, meter: Meter
     ) -> None:
-        super().__init__(0, dtype)
+        super().__init__(0, dtype, self._changes)
         self.unit = unit
         self._tiles = tiles
         self._pool = pool

@@ -75,8 +75,6 @@ class WeightCache(Generic[P]):
     prefetch: bool
     look_ahead: int
     """Uses ahead of the present one that prefetching considers."""
-    cause: str = "read"
-    """Names what a use waits for in reports."""
     may_add_places: bool = True
     """It is compute that uses the cache, and may hold every place at a time."""
 
@@ -440,7 +438,7 @@ class WeightCache(Generic[P]):
         if pin.purpose is not Purpose.COMPUTE or fetch.done():
             fetch.wait()
         else:
-            with self.meter.stall(self.cause):
+            with self.meter.stall(self.carrier.waits_for(entry.unit)):
                 fetch.wait()
         with self.monitor:
             if entry.state is UnitState.FETCHING:

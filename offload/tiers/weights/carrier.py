@@ -71,6 +71,10 @@ class Carrier(Generic[P]):
         """Start bringing the unit to its place. The place may be freed once the transfer is ``done``."""
         raise NotImplementedError
 
+    def waits_for(self, unit: UnitSpec) -> str:
+        """The name in reports of what a fetch of the unit that is under way waits for."""
+        return "read"
+
     def pending(self) -> Transfer | None:
         """A transfer whose end frees a place, if there is one."""
         return None

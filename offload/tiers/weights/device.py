@@ -51,6 +51,9 @@ class Source(Protocol):
     def start(self, unit: UnitSpec, place: Copy) -> Transfer:
         """Have the window filled, after ``allocated``; ``arrived`` is set when the transfer is done."""
 
+    def waits_for(self, unit: UnitSpec) -> str:
+        """See ``Carrier.waits_for``."""
+
     def settle(self) -> None:
         """Wait until nothing reads host memory any more for what was started."""
 
@@ -118,6 +121,9 @@ class DeviceCarrier(Carrier[Copy]):
 
     def fetch(self, unit: UnitSpec, place: Copy) -> Transfer:
         return self.source.start(unit, place)
+
+    def waits_for(self, unit: UnitSpec) -> str:
+        return self.source.waits_for(unit)
 
     def settle(self) -> None:
         self.source.settle()

@@ -51,6 +51,9 @@ class GatherCarrier(Carrier[HostBuffer]):
         self._free = list(self.places)
         self.collectives.register(Kind.WEIGHTS, self._gather)
 
+    def waits_for(self, unit: UnitSpec) -> str:
+        return "gather"
+
     def take_place(self, unit: UnitSpec) -> HostBuffer | None:
         fitting = [place for place in self._free if place.nbytes >= self._nbytes(unit)]
         if not fitting:
@@ -115,7 +118,7 @@ class GatherLevel(CacheLevel[HostBuffer]):
     def __init__(
         self, units: Sequence[UnitSpec], carrier: GatherCarrier, failure: Failure, meter: Meter, *, prefetch: bool
     ) -> None:
-        cache = WeightCache(units, carrier, failure, meter, prefetch=prefetch, look_ahead=_LOOK_AHEAD, cause="gather")
+        cache = WeightCache(units, carrier, failure, meter, prefetch=prefetch, look_ahead=_LOOK_AHEAD)
         super().__init__(cache)
         self._width = carrier.dtype.itemsize
 

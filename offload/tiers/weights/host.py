@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import aio_ext
 from offload.report.meter import Meter
@@ -16,8 +16,10 @@ from offload.tiers.weights.level import CacheLevel
 from offload.tiers.weights.pin import Entry, Pin, Purpose, UnitState
 from offload.tiers.weights.shadow import ShadowSlots, Slot
 from offload.units import UnitSpec
-from offload.waiting import Failure
+from offload.waiting import Failure, of_thread
 from swapper import OffloadError
+
+T = TypeVar("T")
 
 _LOOK_AHEAD = 64
 
@@ -171,9 +173,10 @@ class HostLevel(CacheLevel[HostPlace]):
             self.cache.end_step()
             self.fence.begin(units)
 
-    def first_use(self, unit: UnitSpec) -> float:
-        """See ``UseOrder.first_use``: what is used first is updated first."""
-        return self.cache.first_use(unit)
+    def by_first_use(self, items: Iterable[T], unit: Callable[[T], UnitSpec]) -> list[T]:
+        """These in the order in which a step uses the ``unit`` of each first: what is used first is updated first. In
+        their own order where all weights are resident."""
+        return sorted(items, key=lambda item: self.cache.first_use(unit(item))) if self._streams else list(items)
 
     def forget_copies(self) -> None:
         """Forget copies, since what the store holds has changed: nothing that lies in a slot is good any more. No
@@ -228,15 +231,16 @@ class HostLevel(CacheLevel[HostPlace]):
 class _PinOfResident(Pin[HostPlace]):
     """Pin where all weights are resident: each use goes through here, and waits for its update alone."""
 
-    __slots__ = ("_fence", "_unit")
+    __slots__ = ("_fence", "_index")
 
     def __init__(self, entry: Entry[HostPlace], purpose: Purpose, level: HostLevel, fence: UpdateFence) -> None:
         super().__init__(entry, purpose, level)
-        self._unit = entry.unit
+        self._index = entry.unit.index
         self._fence = fence
 
     def take(self, *, training: bool = False) -> None:
-        self._fence.wait(self._unit)
+        if self._index in self._fence.pending or of_thread.stepping:
+            self._fence.wait(self.entry.unit)
 
     def release(self) -> None:
         pass

@@ -37,6 +37,9 @@ class HostSource:
         self._starter.submit(partial(self._start, unit, place, started))
         return started
 
+    def waits_for(self, unit: UnitSpec) -> str:
+        return "update" if self._lower.fence.is_pending(unit) else "read"
+
     def settle(self) -> None:
         self._finisher.settle()
 

@@ -64,6 +64,9 @@ class RanksSource:
     def start(self, unit: UnitSpec, place: Copy) -> Transfer:
         return self.collectives.submit(Kind.WEIGHTS, unit.index, f"the weights of unit {unit.name}", place)
 
+    def waits_for(self, unit: UnitSpec) -> str:
+        return "gather"
+
     def settle(self) -> None:
         self._finisher.settle()
         self.links.after(self.links.point())  # gathers read shards that are resident on the device

@@ -36,6 +36,9 @@ class SpareBuffer(HostBuffer):
 class Shadow(Protocol):
     """Treatment of a unit's weights by its speculative update."""
 
+    waits: bool
+    """``bring`` and ``lend`` may wait for a place, or for those that use the unit."""
+
     def hold(self, unit: UnitSpec) -> bool:
         """Keep the weights of a unit in use where they are; False if they are not in use."""
 
@@ -61,6 +64,8 @@ class Shadow(Protocol):
 
 class SpareWeights:
     """Of units that are stored in host memory with a spare place there. Nobody else looks at it, so nothing waits."""
+
+    waits = False
 
     def __init__(
         self, cache: WeightCache[Any], homes: Sequence[UnitHomes], copy: Callable[[int, int, int], None]
@@ -109,6 +114,8 @@ class SpareWeights:
 
 class ShadowSlots:
     """Holds, lends and takes back slots of the cache of host memory. Each unit has one speculative update at most."""
+
+    waits = True
 
     def __init__(self, cache: WeightCache[Any], homes: Sequence[UnitHomes]) -> None:
         self._cache = cache

@@ -1,0 +1,76 @@
+"""Peers of ``gpu_batches.py`` on the CPU: they train, the report has their rows, and one that fails is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+import _gpu_report
+import _step_peers
+from _step_model import Shape
+from _step_process import Turns, WorkerFailed
+
+_SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_batches.py"
+_SHAPE = Shape.parse("llama:2x64", 1, 8, checkpointing=True)
+
+
+def test_fsdp2_trains_as_plain_pytorch_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    peer = _step_peers.FSDP2(_SHAPE, {"device": "cpu", "precision": "fp32"})
+    try:
+        model = _SHAPE.model()
+        model.load_state_dict({name: _step_peers._local(value) for name, value in peer.model.state_dict().items()})
+        optimizer = torch.optim.AdamW(model.parameters(), **_step_peers.ADAMW)
+        for _ in range(3):
+            tokens, targets = _SHAPE.tokens(generator)
+            loss = model(tokens, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert peer.step(tokens, targets) == pytest.approx(loss.item(), rel=1e-5)
+        num_parameters = sum(weight.numel() for weight in model.parameters())
+        facts = peer.facts()
+        assert facts["parameters"] == num_parameters
+        num_counts = len([*model.parameters()])  # AdamW's steps, one number each
+        assert facts["host_memory_bytes"] == 16 * num_parameters + 4 * num_counts
+    finally:
+        peer.close()
+
+
+def test_rows_of_others_stay_where_a_peer_fails(tmp_path: Path) -> None:
+    """Without a GPU torchao's optimizer is refused, or it is not installed."""
+    command = [sys.executable, str(_SCRIPT), "--device", "cpu", "--sizes", "llama:1x64"]
+    command += ["--batches", "1", "--context", "8", "--warm-up", "0", "--steps", "1", "--seconds", "100"]
+    done = subprocess.run(
+        [*command, "--system", "torchao_offload", "engine", "fsdp2"], capture_output=True, text=True, check=False
+    )
+    missing = _step_peers.missing_module("torchao_offload")
+    assert done.returncode == (1 if missing is None else 0), done.stdout + done.stderr
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("llama:1x64 torchao_offload: ")
+    assert ("is not installed" in first) == (missing is not None)
+    (tmp_path / "peers.log").write_text(done.stdout)
+    result: dict[str, Any] = {"parts": {}, "rates": {}, "runs": []}
+    _gpu_report.add(result, tmp_path, "peers", done.returncode, 1)
+    rows = _gpu_report.runs_table(result["runs"])[1:]
+    assert [row.split()[:3] for row in rows] == [["llama:1x64", "engine", "auto"], ["llama:1x64", "fsdp2", "batch"]]
+    assert all(run["losses"] and run["peak_rss_bytes"] for run in json.loads(done.stdout.splitlines()[-1])["runs"])
+
+
+def test_what_is_not_installed_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_step_peers._MODULES, "torchao_offload", "no_such_module")
+    assert _step_peers.missing_module("torchao_offload") == "no_such_module"
+    assert _step_peers.missing_module("fsdp2") is None
+
+
+def test_a_system_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(WorkerFailed, match=r"it took more than 0\.1 s"):
+        Turns(None, 0.1).take({"system": "engine"}, 1, 1)
