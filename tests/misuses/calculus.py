@@ -108,7 +108,10 @@ def linearized(place):
     return out, push(batch(2)), loss, values(model)
 
 
-@same_bits("`torch.func.vjp` of the model by its input; the pullback is called twice, and after a step")
+@family.refused(
+    "`torch.func.vjp` of the model by its input; the pullback is called twice, and after a step",
+    "not wrapped",
+)
 def pullback_after_step(place):
     engine, model = wrapped(place)
     out, pull = torch.func.vjp(lambda x: model(x), batch(0))
@@ -116,7 +119,10 @@ def pullback_after_step(place):
     return out, first, step(engine, engine(batch(1)).square().mean()), values(model)
 
 
-@same_bits("`torch.func.grad_and_value(has_aux=True)` over detached weights gives `p.grad`")
+@family.refused(
+    "`torch.func.grad_and_value(has_aux=True)` over detached weights gives `p.grad`",
+    "not wrapped",
+)
 def grad_and_value_with_aux(place):
     engine, model = wrapped(place)
     found = []
@@ -135,8 +141,9 @@ def grad_and_value_with_aux(place):
     return found, values(model)
 
 
-@same_bits(
-    "per-sample gradients of the last layer, clipped, by `vmap(grad(functional_call))` over one block of the model"
+@family.refused(
+    "per-sample gradients of the last layer, clipped, by `vmap(grad(functional_call))` over one block of the model",
+    "not wrapped",
 )
 def per_sample_of_last(place):
     engine, model = wrapped(place)
@@ -201,7 +208,10 @@ def gradient_edges(place):
     return found, values(model)
 
 
-@same_bits("the gradient edge of a parameter outside of a forward: `get_gradient_edge(weight)`")
+@family.refused(
+    "the gradient edge of a parameter outside of a forward: `get_gradient_edge(weight)`",
+    "register_post_accumulate_grad_hook",
+)
 def gradient_edge_of_parameter(place):
     engine, model = wrapped(place)
     loss = engine(batch(0)).square().mean()
@@ -507,18 +517,6 @@ def custom_operator_mutates(place):
     return trained(place, Net(), after=after)
 
 
-class Conditional(Block):
-    def forward(self, x):
-        return x + torch.cond(x.sum() > 0, lambda x: self.down(torch.tanh(x)), lambda x: self.down(torch.sin(x)), (x,))
-
-
-@family.works_or_refused(
-    "`torch.cond` in a block, both branches use its weights ", seconds=120, places=("torch", "ram")
-)
-def conditional_block(place):
-    return trained(place, Net(Conditional), steps=1)
-
-
 # Modes.
 
 
@@ -683,7 +681,10 @@ def penalty_on_critic(place):
     return values(model)
 
 
-@family.works("WGAN-GP with `functional_call` over clones of the parameters, whose gradients come back through `clone`")
+@family.refused(
+    "WGAN-GP with `functional_call` over clones of the parameters, whose gradients come back through `clone`",
+    "not wrapped",
+)
 def penalty_over_clones(place):
     engine, model = wrapped(place)
     found = []
@@ -696,8 +697,9 @@ def penalty_over_clones(place):
     return found, values(model)
 
 
-@family.works(
-    "second-order MAML over clones of the parameters by `functional_call`, the outer gradients come through `clone`"
+@family.refused(
+    "second-order MAML over clones of the parameters by `functional_call`, the outer gradients come through `clone`",
+    "not wrapped",
 )
 def maml_over_clones(place):
     engine, model = wrapped(place)

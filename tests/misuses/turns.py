@@ -119,7 +119,7 @@ def layerwise_rates(place):
         scheduler.step()
         if index == 2:
             engine.optimizer.param_groups[5]["lr"] = 0.02
-            scheduler.base_lrs[5] = 0.02
+            scheduler._schedulers[1].base_lrs[5] = 0.02
         found.append([g["lr"] for g in engine.optimizer.param_groups])
     return found, values(model)
 
