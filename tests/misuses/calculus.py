@@ -517,6 +517,22 @@ def custom_operator_mutates(place):
     return trained(place, Net(), after=after)
 
 
+class Conditional(Block):
+    def forward(self, x):
+        return x + torch.cond(x.sum() > 0, lambda x: self.down(torch.tanh(x)), lambda x: self.down(torch.sin(x)), (x,))
+
+
+@family.refused(
+    "`torch.cond` in a block, both branches use its weights: they are in one memory, which torch refuses",
+    "aliasing",
+    seconds=120,
+    places=("torch", "ram"),
+    also=("UncapturedHigherOrderOpError",),
+)
+def conditional_block(place):
+    return trained(place, Net(Conditional), steps=1)
+
+
 # Modes.
 
 
