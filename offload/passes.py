@@ -12,6 +12,7 @@ from offload.checkpoint.checkpoints import Checkpoints
 from offload.closing import Closers
 from offload.model.aliases import Alias, Aliases
 from offload.model.backing import ParameterBacking, write_together
+from offload.model.under_way import tell_first_run
 from offload.progress import Progress
 from offload.report.reporter import Reporter
 from offload.tiers.fence import UpdateFence
@@ -102,6 +103,7 @@ class TrainingPasses(Passes):
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
         if self.failure.first is not None:
             self.failure.check()
+        tell_first_run("goes backward")
         try:
             if self.speculative.of_unit:
                 self.speculative.invalidate(unit)

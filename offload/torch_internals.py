@@ -47,7 +47,6 @@ map_leaves: Callable[[Callable[[Any], Any], Any], Any] = found(_pytree, "tree_ma
 leaves_of: Callable[[Any], list[Any]] = found(_pytree, "tree_leaves")
 """The leaves of nested containers."""
 
-
 _flattened: Callable[..., tuple[list[Any], Any]] = found(_pytree, "tree_flatten")
 _unflattened: Callable[[list[Any], Any], Any] = found(_pytree, "tree_unflatten")
 
@@ -64,7 +63,8 @@ def put_together(leaves: list[Any], structure: Any) -> Any:
 
 def replace_leaves(function: Callable[[Any], Any], item: Any) -> Any:
     """As ``map_leaves``, with each container in which no leaf becomes another object kept as it is."""
-    children, structure = _flattened(item, is_leaf=lambda part: part is not item)
+    top = id(item)  # what looks for leaves is part of a cycle, which would keep the item itself until it is collected
+    children, structure = _flattened(item, is_leaf=lambda part: id(part) != top)
     if len(children) == 1 and children[0] is item:
         return function(item)
     replaced = [replace_leaves(function, child) for child in children]
@@ -90,9 +90,8 @@ one."""
 def others_listen() -> bool:
     """Something sees, or changes, the operations of this thread: a mode (the default device is none), hooks of saved
     tensors, a transform of ``torch.func``."""
-    modes = [*_function_modes(), *_dispatch_modes()]
     return (
-        not all(isinstance(mode, DeviceContext) for mode in modes)
+        not all(isinstance(mode, DeviceContext) for mode in (*function_modes(), *dispatch_modes()))
         or top_saved_tensors_hooks() is not None
         or _transforms() is not None
     )
@@ -101,14 +100,15 @@ def others_listen() -> bool:
 unseen: Callable[[], AbstractContextManager[Any]] = found(_python_dispatch, "_disable_current_modes")
 """Within, no ``TorchDispatchMode`` sees them."""
 
-_function_modes: Callable[[], list[Any]] = found(torch.overrides, "_get_current_function_mode_stack")
-_dispatch_modes: Callable[[], list[Any]] = found(_python_dispatch, "_get_current_dispatch_mode_stack")
+function_modes: Callable[[], list[Any]] = found(torch.overrides, "_get_current_function_mode_stack")
+dispatch_modes: Callable[[], list[Any]] = found(_python_dispatch, "_get_current_dispatch_mode_stack")
+without_function_mode: Callable[[], AbstractContextManager[Any]] = found(torch.overrides, "_pop_mode_temporarily")
+"""Within, the last one entered sees nothing."""
+without_dispatch_mode: Callable[[], AbstractContextManager[Any]] = found(_python_dispatch, "_pop_mode_temporarily")
 _transforms: Callable[[], Any] = found(torch._C._functorch, "peek_interpreter_stack")
-
 
 num_listening_modes: Callable[[], int] = found(torch._C, "_len_torch_dispatch_stack")
 """The number of ``TorchDispatchMode`` that see the operations of this thread."""
-
 
 SavedTensorsHooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Functions that pack a tensor that autograd saves, and unpack it."""

@@ -18,7 +18,7 @@ from offload.model.distributed_handle import DistributedGradientHandle
 from offload.model.gradient_backing import PiecewiseGradientBacking, PlainGradientBacking
 from offload.model.gradient_handle import GradientBacking, GradientHandle
 from offload.model.handle import value_of
-from offload.model.under_way import touch
+from offload.model.under_way import change
 from offload.tiers.gradients.own import can_be_own
 from offload.units import ParameterSpec, Piece, UnitSpec, WeightInPieces
 
@@ -88,7 +88,7 @@ class ParameterBacking:
 
     def point_to(self, memory: Alias | None, value: torch.Tensor) -> None:
         """``parameter.data`` was made a tensor of this value, over this memory; None: over none of the user's own."""
-        touch("writes to weights")
+        change("writes to weights")
         self._aliases.forget(self._unit.index, self)
         self.write(value)
         if memory is not None and memory.fits(self._access.layout.dtype, self._access.device):
@@ -107,7 +107,7 @@ class ParameterBacking:
 
     def write_master(self, value: torch.Tensor) -> None:
         """Set the fp32 master, and the weight to what it is rounded to."""
-        touch("writes to weights")
+        change("writes to weights")
         own = self._spec.shard_of(value.detach()).to("cpu", torch.float32).reshape(-1)
         self._access.agree(f"the master of {self._spec.name}", value)
         with self._access.failure, self._access.elements_to_change() as elements:
@@ -220,7 +220,7 @@ class ParameterBacking:
 
 def write_together(changes: Sequence[tuple[ParameterBacking, torch.Tensor]]) -> None:
     """Set the values of several parameters of one engine, each as by its own ``write``. Their units are stored once."""
-    touch("writes to weights")
+    change("writes to weights")
     access = changes[0][0]._access
     for backing, value in changes:
         access.agree(backing.name, value)

@@ -11,6 +11,7 @@ from torch import nn
 
 from offload.access import ExternalAccess, Zeroing
 from offload.memory import available_bytes
+from offload.model.gradient_handle import is_power_of_two
 from offload.model.under_way import touch
 from offload.tiers.gradients.own import can_be_own
 from offload.tiers.gradients.store import Gradient
@@ -106,6 +107,14 @@ class PlainGradientBacking:
         """No element is infinite or NaN."""
         return math.isfinite(self._known().norm_squared if self._own is None else float(self._own.norm()))
 
+    def puts_off(self, factor: float) -> bool:
+        """``multiply`` gives the bits of a product here and now. It would not where two factors become one that is
+        rounded, which those of a loss scale may."""
+        if self._own is not None or is_power_of_two(factor):
+            return True
+        known = self._known()
+        return known.scale == known.came_with or is_power_of_two(known.scale)
+
     def multiply(self, factor: float) -> None:
         """Multiply it, when the update reads it. A speculative update with another factor does not pass the verdict."""
         if self._own is None:
@@ -166,6 +175,9 @@ class PiecewiseGradientBacking:
 
     def is_finite(self) -> bool:
         return all(piece.is_finite() for piece in self._pieces)
+
+    def puts_off(self, factor: float) -> bool:
+        return all(piece.puts_off(factor) for piece in self._pieces)
 
     def multiply(self, factor: float) -> None:
         for piece in self._pieces:

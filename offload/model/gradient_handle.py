@@ -2,7 +2,8 @@
 
 A handle like any other, except that it knows two things without bringing the gradient in: its 2-norm, which was added
 up while the gradient came, and its product with a number, which the update applies. So ``clip_grad_norm_``,
-``GradScaler`` and pipelines of torch move no bytes.
+``GradScaler`` and pipelines of torch move no bytes. A second product, or a quotient, is put off where it gives the same
+bits: where one of the numbers is a power of two.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class GradientBacking(Backing, Protocol):
     def norm(self) -> float: ...
 
     def is_finite(self) -> bool: ...
+
+    def puts_off(self, factor: float) -> bool: ...
 
     def multiply(self, factor: float) -> None: ...
 
@@ -80,8 +83,10 @@ class GradientHandle(Handle):
                 norm, dtype = handle._backing.norm(), kwargs.get("dtype") or handle.dtype
                 return torch.full((), norm, dtype=dtype, device=handle.device)  # a copy would wait for the device
             if func in (_aten.mul_.Tensor, _aten.mul_.Scalar) and _is_number(args[1]):
-                handle._backing.multiply(_number(args[1]))
-                return handle
+                number = _number(args[1])
+                if handle._backing.puts_off(number):
+                    handle._backing.multiply(number)
+                    return handle
             if func is _aten.add_.Tensor and graph_task() != -1 and handle._backing.begin_anew(args[1]):
                 return handle
             if func is _aten.zero_.default:
@@ -89,8 +94,9 @@ class GradientHandle(Handle):
                 return handle
             if func in (_aten.div_.Tensor, _aten.div_.Scalar) and _is_number(args[1]):
                 number = _number(args[1])
-                handle._backing.multiply(1 / number if number else math.inf)
-                return handle
+                if is_power_of_two(number):
+                    handle._backing.multiply(1 / number)
+                    return handle
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -103,12 +109,20 @@ def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, factor: tor
             continue
         if not gradient._backing.is_finite():
             found_inf.fill_(1.0)
-        gradient._backing.multiply(number)
+        if gradient._backing.puts_off(number):
+            gradient._backing.multiply(number)
+        else:
+            gradient._backing.write(gradient._backing.read() * number)
 
 
 def _zero(gradients: list[torch.Tensor]) -> None:
     for gradient in gradients:
         gradient.zero_()
+
+
+def is_power_of_two(number: float) -> bool:
+    """A product with it is exact, so that it may be taken together with another one."""
+    return math.frexp(abs(number))[0] == 0.5
 
 
 def _is_2_norm(ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> bool:

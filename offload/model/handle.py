@@ -23,7 +23,7 @@ from offload.model.handle_backing import Backing, BackingOfParameter, Memory, Vi
 from offload.model.leaves import Leaves, flatten
 from offload.model.onlookers import add_onlooker, forget_onlooker, leave_onlookers
 from offload.model.strides import say_strides
-from offload.model.under_way import touch
+from offload.model.under_way import change, touch
 from offload.model.written import refuse_receiving, wait_for_writes, written_by
 from offload.torch_internals import (
     autograd_gradient,
@@ -154,7 +154,7 @@ class Handle(torch.Tensor):
             return
         if value is not None:
             check_gradient(self, value)
-        touch("sets gradients")
+        change("sets gradients")
         self._backing.gradient = value
 
     @property
@@ -251,11 +251,11 @@ class Handle(torch.Tensor):
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """As for any parameter: ``hook`` gets this one. Raises ``ConfigError`` for a weight that is used in pieces."""
         leaves = self._hooked("register_post_accumulate_grad_hook")
-        register = super().register_post_accumulate_grad_hook if leaves is None else leaves.register_post_hook
-        return register(hook)
+        return (super().register_post_accumulate_grad_hook if leaves is None else leaves.register_post_hook)(hook)
 
     def _hooked(self, what: str) -> Leaves | None:
         """The tensor that hooks on a parameter of the model go to."""
+        touch("adds hooks to parameters")
         if self._leaves is None and self._is_managed:
             self._leaves = Leaves([self, *self._whole_in_use(what)])
         return self._leaves

@@ -381,8 +381,8 @@ class Hooks:
         """The backward that this thread is in has come to the call."""
         if torch.is_grad_enabled():
             raise ConfigError(
-                "create_graph=True: weights leave when their backward is over, and a backward through the gradients "
-                "(a gradient penalty, a Hessian) would not find them. Do that on a model that is not wrapped."
+                "create_graph=True (as in torch.func.grad): weights leave when their backward is over, and a backward "
+                "through the gradients (a penalty, a Hessian) would not find them. Use a model that is not wrapped."
             )
         unit, context = call.unit, self.context
         if get_ident() != context.thread:

@@ -2,10 +2,11 @@
 
 Torch's own checkpoint does it (``use_reentrant=False``): it keeps the inputs as saved tensors, so that hooks may take
 them further, and restores torch's random generators, autocast and the default device. Here is what it leaves out: the
-generators of Python and numpy, and what a forward finds in its modules (statistics, counters, attributes, generators)
-and in objects among its arguments (a cache), whoever changes that afterwards: a second run finds it as the first one
-did, and leaves it as it was. Weights and arguments that a forward writes to cannot be had again, nor those, or buffers,
-that somebody changes in place before the second run.
+generators of Python and numpy, modes and context variables (``RanIn``), and what a forward finds in its modules
+(statistics, counters, attributes, generators), on weights and in objects among its arguments (a cache), whoever changes
+that afterwards: a second run finds it as the first one did, and leaves it as it was. Weights and arguments that a
+forward writes to cannot be had again, nor those, or buffers, that somebody changes in place before the second run. What
+reaches others (a backward, hooks, a write to another unit's weights) cannot be done twice.
 
 [Note: Who recomputes] The outermost call of the unit's own module does. A module without children does not, which would
 save nothing, and neither does one around other units. Where the user's own hooks are in force (a checkpoint,
@@ -31,6 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from offload.errors import ConfigError
 from offload.model.draws import Generators
 from offload.model.forward_costs import Unmeasured
+from offload.model.ran_in import RanIn
+from offload.model.under_way import in_first_run
 from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import graph_task, put_together, taken_apart, top_hooks_step_aside
 from swapper import OffloadError
@@ -134,6 +137,28 @@ class RecomputedForward:
             after(module, (), output)
             self.costs.again()
 
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Within, the forward runs and will run again. Raises ``ConfigError`` if it does what is not to be done
+        twice."""
+        before = self._num_hooks()
+        with in_first_run(self._refuse_twice):
+            yield
+        if self._num_hooks() != before:
+            self._refuse_twice("adds hooks to its weights")
+
+    def _num_hooks(self) -> int:
+        """The number of them on the unit's weights."""
+        return sum(
+            len(hooks)
+            for parameter in self.unit.parameters
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+            if hooks
+        )
+
+    def _refuse_twice(self, what: str) -> None:
+        raise _not_to_be_run_again(self.unit.spec.name, f"{what}, which a second run would do again")
+
     def weights(self) -> Weights:
         """A first run is over: what it has found. Raises ``ConfigError`` if it has written to the unit's weights."""
         if self.unit.own_writes.is_written():
@@ -168,16 +193,21 @@ class _RunsOfCall:
         """The state that the first run began with."""
         self._weights: Weights = ([], [])
         """The weights that it has found."""
+        self._ran_in = RanIn()
 
     def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
         top_hooks_step_aside()
         if self._state is not None:
             with self._state.before():
-                self._of.again(forward, self._weights)
+                self._ran_in.run(lambda: self._of.again(forward, self._weights))
             return None
         state = State(self._of.module, arguments, self._of.unit.spec.name)
         try:
-            with self._of.unit.saved_tensors.above(self._of.unit.spec.name), self._of.costs.first(arguments):
+            with (
+                self._of.unit.saved_tensors.above(self._of.unit.spec.name),
+                self._of.costs.first(arguments),
+                self._of.first_run(),
+            ):
                 output = forward()
         finally:
             state.compare()
@@ -239,7 +269,7 @@ class _Runs(_RunsOfCall):
 
 
 class State:
-    """The state that a forward may change beside tensors: attributes and buffers of the modules, objects among its
+    """The state that a forward may change beside tensors: attributes of modules and weights, buffers, objects among its
     arguments (a cache), and random generators, also those of their own."""
 
     def __init__(self, module: nn.Module, arguments: Sequence[Any], name: str) -> None:
@@ -259,6 +289,8 @@ class State:
                         self._know(value, copied=True)
                 elif not isinstance(value, RecomputedForward):
                     self._look_into(value, num_levels=1, copied=True)
+            for parameter in each.parameters(recurse=False):
+                self._known[id(vars(parameter))] = vars(parameter), copy(vars(parameter))
         for argument in arguments:
             self._look_into(argument, num_levels=_OBJECTS_MAX)
 

@@ -180,7 +180,9 @@ class CopyWindow(_Holds):
         return self.flat.untyped_storage().nbytes() > 0
 
     def drop_copy(self) -> None:
-        self.flat.untyped_storage().resize_(0)
+        storage = self.flat.untyped_storage()
+        if storage.resizable():  # else an array of numpy looks at it, and torch would not let it go
+            storage.resize_(0)
 
     def open(self, address: int) -> None:
         if not self.has_copy():
@@ -190,7 +192,7 @@ class CopyWindow(_Holds):
 
     def close(self) -> None:
         if not self.keeps:
-            self.flat.untyped_storage().resize_(0)
+            self.drop_copy()
 
     def leave(self, take_back: Callable[[], object], *, is_copy: bool) -> None:
         raise RuntimeError("a window that copies has left nothing")

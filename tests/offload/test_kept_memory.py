@@ -199,6 +199,19 @@ def test_a_window_that_copies_keeps_its_memory_too():
     assert window.flat.data_ptr() == kept and look(kept) == "n"
 
 
+def test_a_window_that_copies_leaves_its_memory_to_an_array_that_looks_at_it():
+    memory = aio_ext.Memory(PART_BYTES)
+    fill(memory.address, "a")
+    window = CopyWindow(NUMEL, torch.float32, aio_ext.Pattern(PART_BYTES, POISON))
+    window.open(memory.address)
+    array = window.flat.numpy()
+    for letter in "ab":
+        window.close()
+        fill(memory.address, letter)
+        window.open(memory.address)
+        assert look(array.ctypes.data) == letter
+
+
 class _KeepsWhenRecomputed(nn.Linear):
     """Its second call is the checkpoint's."""
 

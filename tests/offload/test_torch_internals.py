@@ -133,7 +133,7 @@ class _NoGradient:
         ("when_backward_ends", _never_call, BACKWARD),
         ("keeps_version", lambda tensor: nullcontext(), VERSION),
         ("_top_hooks", lambda ignores: None, LISTENERS),
-        ("_function_modes", lambda: [object()], LISTENERS),
+        ("function_modes", lambda: [object()], LISTENERS),
         ("num_owners", lambda storage: 1, COUNTS),
         ("_push_hooks", lambda pack, unpack: None, SAVED),
         ("leaves_of", lambda nested: [nested], PYTREE),

@@ -1,0 +1,40 @@
+"""Modes of torch and context variables that a forward ran in, for a second run of it.
+
+Torch's checkpoint restores autocast, the default device and random generators alone, and a backward has other modes
+than its forward: it is called outside of a ``with``, and a ``TorchFunctionMode`` around it steps aside for
+``Tensor.backward``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from offload.torch_internals import dispatch_modes, function_modes, without_dispatch_mode, without_function_mode
+
+_KINDS = ((function_modes, without_function_mode), (dispatch_modes, without_dispatch_mode))
+"""Of each kind of modes: those that are entered, and a context without the last one."""
+
+
+class RanIn:
+    """The modes and variables of the thread that makes this."""
+
+    def __init__(self) -> None:
+        self._modes = [entered() for entered, _ in _KINDS]
+        self._variables = contextvars.copy_context()
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Call ``function`` in the same. Variables that it sets are as before afterwards."""
+        self._variables.copy().run(self._within, function)
+
+    def _within(self, function: Callable[[], object]) -> None:
+        with ExitStack() as stack:
+            for then, (entered, without_last) in zip(self._modes, _KINDS, strict=True):
+                now = entered()
+                if list(map(id, then)) != list(map(id, now)):
+                    for _ in now:
+                        stack.enter_context(without_last())
+                    for mode in then:
+                        stack.enter_context(mode)
+            function()
