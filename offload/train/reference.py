@@ -45,11 +45,10 @@ class InMemoryAdamW(torch.optim.Optimizer):
         grads = {parameter: _gradient(parameter) for parameter in self._parameters()}
         threads = torch.get_num_threads()
         native = kernels.OnHost(kernels.always(threads))
-        squares = [
-            kernels.sum_squares(grad.data_ptr(), grad.numel(), _KERNEL_DTYPE[grad.dtype], threads)
-            for grad in grads.values()
-        ]
-        scale = min(GRADIENT_CLIPPING / (math.sqrt(sum(squares)) + 1e-6), 1.0)
+        squares = 0.0
+        for grad in grads.values():  # one by one, as the engine adds them: ``sum`` compensates since Python 3.12
+            squares += kernels.sum_squares(grad.data_ptr(), grad.numel(), _KERNEL_DTYPE[grad.dtype], threads)
+        scale = min(GRADIENT_CLIPPING / (math.sqrt(squares) + 1e-6), 1.0)
         self._num_steps += 1
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
