@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,19 @@ def counted(engine: OffloadEngine, what: str, tokens: int) -> tuple[Plan, float,
                 engine.step()
         engine.synchronize()
 
+    def moved() -> tuple[int, int]:
+        """Bytes read and written so far, when no more come: the last writes go on behind an update that is done."""
+        before = None
+        while before != (now := tuple(getattr(store.statistics(), kind).bytes for kind in ("read", "write"))):
+            before = now
+            time.sleep(0.1)
+        return now
+
     num_steps = 48 if what == "generate" else 4
     steps(range(num_steps))
-    before = store.statistics()
+    before = moved()
     steps(range(num_steps, 2 * num_steps))
-    read, written = (
-        getattr(store.statistics(), kind).bytes - getattr(before, kind).bytes for kind in ("read", "write")
-    )
+    read, written = (there - here for there, here in zip(moved(), before, strict=True))
     return engine.plan, read / num_steps, written / num_steps
 
 
