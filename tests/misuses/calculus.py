@@ -17,29 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from misuses.case import Family
+from misuses.exact import step, wrapped
 from misuses.place import gradients, values
-from misuses.strangers import WIDTH, Block, Exact, Net, batch, trained
+from misuses.strangers import WIDTH, Block, Net, batch, trained
 
 family = Family("calculus", preload=("torch.fx.experimental.proxy_tensor", "torch._higher_order_ops"))
-
-
-def same_bits(title, **options):
-    return family.works(title, rtol=0.0, atol=0.0, **options)
-
-
-def wrapped(place, model=None, **options):
-    """The engine and its model."""
-    options = {"optimizer": Exact, "lr": 0.05, "optimizer_options": {"momentum": 0.9}, **options}
-    engine = place.wrap(Net() if model is None else model, **options)
-    return engine, engine.module
-
-
-def step(engine, loss):
-    engine.optimizer.zero_grad()
-    loss.backward()
-    found = gradients(engine.module)
-    engine.optimizer.step()
-    return loss.item(), found
+same_bits = family.same_bits
 
 
 # Forward mode.

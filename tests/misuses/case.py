@@ -67,6 +67,10 @@ class Family:
         """The engine must do what PyTorch does."""
         return self._case(title, Expected.AS_IN_TORCH, "", options)
 
+    def same_bits(self, title: str, **options: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+        """The engine must give the bits of PyTorch."""
+        return self.works(title, rtol=0.0, atol=0.0, **options)
+
     def refused(self, title: str, way: str, **options: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
         """The engine must raise an error of its own, which matches ``way``."""
         return self._case(title, Expected.OUR_ERROR, way, options)

@@ -14,29 +14,12 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import swa_utils
 
 from misuses.case import Family
+from misuses.exact import step, wrapped
 from misuses.place import gradients, values
 from misuses.strangers import WIDTH, Block, Exact, Net, batch, trained
 
 family = Family("recipes")
-
-SGD = {"optimizer": Exact, "lr": 0.05, "optimizer_options": {"momentum": 0.9}}
-
-
-def same_bits(title, **options):
-    return family.works(title, rtol=0.0, atol=0.0, **options)
-
-
-def wrapped(place, model=None, **options):
-    engine = place.wrap(Net() if model is None else model, **{**SGD, **options})
-    return engine, engine.module
-
-
-def step(engine, loss):
-    engine.optimizer.zero_grad()
-    loss.backward()
-    found = gradients(engine.module)
-    engine.optimizer.step()
-    return loss.item(), found
+same_bits = family.same_bits
 
 
 # Language models.

@@ -16,37 +16,16 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 from misuses.case import Family
+from misuses.exact import loss_of, step, wrapped
 from misuses.place import gradients, values
-from misuses.strangers import WIDTH, Block, Exact, Net, batch
+from misuses.strangers import WIDTH, Block, Net, batch
 
 family = Family("turns")
-
-SGD = {"optimizer": Exact, "lr": 0.05, "optimizer_options": {"momentum": 0.9}}
+same_bits = family.same_bits
 
 
 class ExactAdamW(torch.optim.AdamW):
     """It has no kernel: a step is the operations of torch."""
-
-
-def same_bits(title, **options):
-    return family.works(title, rtol=0.0, atol=0.0, **options)
-
-
-def wrapped(place, model=None, **options):
-    engine = place.wrap(Net() if model is None else model, **{**SGD, **options})
-    return engine, engine.module
-
-
-def step(engine, loss):
-    engine.optimizer.zero_grad()
-    loss.backward()
-    found = gradients(engine.module)
-    engine.optimizer.step()
-    return loss.item(), found
-
-
-def loss_of(call, index):
-    return call(batch(index)).square().mean()
 
 
 def set_trained(module, is_trained):

@@ -25,33 +25,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from misuses.case import Family
+from misuses.exact import loss_of, step, wrapped
 from misuses.place import gradients, values
-from misuses.strangers import WIDTH, Block, Exact, Net, batch, trained
+from misuses.strangers import WIDTH, Block, Net, batch, trained
 
 family = Family("wrappers")
-
-SGD = {"optimizer": Exact, "lr": 0.05, "optimizer_options": {"momentum": 0.9}}
-
-
-def same_bits(title, **options):
-    return family.works(title, rtol=0.0, atol=0.0, **options)
-
-
-def wrapped(place, model=None, **options):
-    engine = place.wrap(Net() if model is None else model, **{**SGD, **options})
-    return engine, engine.module
-
-
-def step(engine, loss):
-    engine.optimizer.zero_grad()
-    loss.backward()
-    found = gradients(engine.module)
-    engine.optimizer.step()
-    return loss.item(), found
-
-
-def loss_of(call, index):
-    return call(batch(index)).square().mean()
+same_bits = family.same_bits
 
 
 # Wrappers of one's own.
