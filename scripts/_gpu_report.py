@@ -157,7 +157,7 @@ def _part(folder: Path, name: str, code: int, seconds: int) -> dict[str, Any]:
     verdict = _VERDICTS.get(code, f"failed: {code}")
     counts = next((match[1] for line in reversed(lines) if (match := _COUNTS.match(line))), None)
     last = counts or next((line[:200] for line in reversed(lines) if not line.startswith("{")), "")
-    failed = [match[1] for line in lines if (match := _FAILED.match(line))]
+    failed = list(dict.fromkeys(match[1] for line in lines if (match := _FAILED.match(line))))
     return {
         "name": name,
         "code": code,

@@ -123,8 +123,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as made:
         check = Check(options.out, options.nvme or Path(made), started + options.limit)
         for part in in_order(check.result, options.parts):
-            check.run(part)
-            print(_gpu_report.line_of(check.result["parts"][part.name]), flush=True)
+            has_run = check.run(part)
+            of_before = "" if has_run else "  (of an earlier call: no time was left)"
+            print(_gpu_report.line_of(check.result["parts"][part.name]) + of_before, flush=True)
     print("", *_gpu_report.summary(check.result), "", *_gpu_report.runs_table(check.result["runs"]), sep="\n")
     return int(any(part["code"] not in (0, _NOT_HERE) for part in check.result["parts"].values()))
 
@@ -174,18 +175,19 @@ class Check:
         if self._written.exists():
             self.result |= json.loads(self._written.read_text())
 
-    def run(self, part: Part) -> None:
-        """Run it in what time is left, and save the result."""
+    def run(self, part: Part) -> bool:
+        """Run it in what time is left, and save the result. False: what an earlier call has seen of it stays."""
         with tempfile.TemporaryDirectory() as folder:
             logs = Path(folder)
             if self._packed.exists():
                 with tarfile.open(self._packed) as packed:
                     packed.extractall(logs, filter="data")
-            self._run(part, logs)
+            has_run = self._run(part, logs)
             _replace(self._packed, lambda path: _pack(logs, path))
         _replace(self._written, lambda path: path.write_text(json.dumps(self.result)))
+        return has_run
 
-    def _run(self, part: Part, logs: Path) -> None:
+    def _run(self, part: Part, logs: Path) -> bool:
         log, started = logs / f"{part.name}.log", time.monotonic()
         left = self._ends - started
         if _num_gpus(part) < part.gpus:
@@ -193,12 +195,13 @@ class Check:
             code = _NOT_HERE
         elif left < part.seconds / 3:
             if part.name in self.result["parts"]:
-                return  # what an earlier call has seen of it says more
+                return False  # what an earlier call has seen of it says more
             log.write_text("no time was left")
             code = _NOT_BEGUN
         else:
             code = _run(part, self._nvme, logs, min(left, part.seconds))
         _gpu_report.add(self.result, logs, part.name, code, int(time.monotonic() - started))
+        return True
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
