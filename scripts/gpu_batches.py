@@ -5,10 +5,10 @@
     python scripts/gpu_batches.py --sizes llama:16x4096 --batches 4 --system engine fsdp2 torchao_offload \\
         --device-memory 3GiB auto --warm-up 1 --seconds 45
 
-With the engine all that the device has no room for rests in RAM, and on NVMe with ``--nvme-path``. Peers run between the first
-and the second of its budgets (``_step_peers.py``), each system in a process of its own: two of them at once would need
-more RAM than a machine has. Prints a JSON object with all runs so far as soon as each batch is over, in the form of
-``bench_step.py``; the budget of a run is the engine's of device memory. A system that fails, or takes more than
+With the engine all that the device has no room for rests in RAM, and on NVMe with ``--nvme-path``. Peers run between
+the first and the second of its budgets (``_step_peers.py``), each system in a process of its own: two of them at once
+would need more RAM than a machine has. Prints a JSON object with all runs so far as soon as each batch is over, in the
+form of ``bench_step.py``; the budget of a run is the engine's of device memory. A system that fails, or takes more than
 ``--seconds``, is named, and the others go on. One that is not installed is named alone.
 """
 

@@ -90,6 +90,7 @@ PARTS = (
     Part("nvme", 120, _NVME),
     Part("nvme-clipped", 120, [*_NVME, "--clipping", "1"]),
     Part("peers", 150, _PEERS),
+    Part("trainers", 100, ["scripts/gpu_trainers.py"]),
     Part("soak", 120, ["scripts/soak.py", "--device", "cuda", "--steps", "150", "--nvme-path", "{nvme}"]),
     Part("ranks-tests", 200, [*_PYTEST, "tests/ranks/test_cuda.py", "tests/ranks/test_on_device.py"], gpus=2),
     Part("ranks-bench", 200, ["scripts/bench_ranks.py", "--device", "cuda", "--model", "16x2048"], gpus=2),
