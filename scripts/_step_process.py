@@ -79,7 +79,7 @@ def _worker(request: dict[str, Any], errors: IO[str], seconds: float | None = No
     pipe = subprocess.PIPE
     # An interpreter that belongs to an environment finds that environment's tools (ninja) beside itself.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "PATH": path}
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment) as process:
         assert process.stdin is not None and process.stdout is not None
         stdin, stdout = process.stdin, process.stdout

@@ -73,7 +73,7 @@ class Part:
 _BATCHES = ["scripts/gpu_batches.py", "--batches", "1", "4", "8"]
 _PEERS = [
     *("scripts/gpu_batches.py", "--sizes", "llama:16x4096", "--batches", "4", "--warm-up", "1", "--seconds", "60"),
-    *("--system", "engine", "fsdp2", "torchao_offload"),
+    *("--system", "engine", "deepspeed", "fsdp2", "torchao_offload"),
     *("--device-memory", "3GiB", "auto"),  # no layer is resident; all of it where there is room
 ]
 _THREE = ["--systems", "engine", "--sizes", "llama:26x3072", "--device-memory", "12GiB", "--budgets", "24GiB"]
@@ -89,7 +89,7 @@ PARTS = (
     Part("layers", 90, [*_BATCHES, "--system", "in_memory", "--sizes", "llama:4x4096", "llama:8x4096"]),
     Part("7b", 300, [*_BATCHES, "--sizes", "llama:32x4096", "--device-memory", "16GiB", "--timeline", "{logs}"]),
     Part("3b-nvme", 240, [*_STEP, *_THREE, "--batch", "4", "--clipping", "0", "1"]),
-    Part("peers", 150, _PEERS),
+    Part("peers", 220, _PEERS),
     Part("soak", 120, ["scripts/soak.py", "--device", "cuda", "--steps", "150", "--nvme-path", "{nvme}"]),
     Part("ranks-tests", 200, [*_PYTEST, "tests/ranks/test_cuda.py", "tests/ranks/test_on_device.py"], gpus=2),
     Part("ranks-bench", 200, ["scripts/bench_ranks.py", "--device", "cuda", "--model", "16x2048"], gpus=2),
