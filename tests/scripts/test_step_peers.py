@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import _gpu_report
 import _step_deepspeed
 import _step_peers
 from _step_model import Shape
-from _step_process import Turns, WorkerFailed
+from _step_process import Turns, WorkerFailed, last_words
 
 _SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_batches.py"
 _SHAPE = Shape.parse("llama:2x64", 1, 8, checkpointing=True)
@@ -102,3 +103,20 @@ def test_what_is_not_installed_is_known(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_system_that_takes_too_long_is_ended() -> None:
     with pytest.raises(WorkerFailed, match=r"it took more than 0\.1 s"):
         Turns(None, 0.1).take({"system": "engine"}, 1, 1)
+
+
+def test_of_a_system_that_failed_its_error_is_told() -> None:
+    """And neither the advice in an error of CUDA nor what NCCL says at exit."""
+    text = """a library's warning
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "scripts/_step_worker.py", line 1, in <module>
+[rank0]:     main()
+[rank0]: torch.AcceleratorError: CUDA error: out of memory
+[rank0]: Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+[rank0]:[W1127 04:18:30.410 ProcessGroupNCCL.cpp:1524] Warning: destroy_process_group() was not called
+"""
+    assert last_words(io.StringIO(text)) == "torch.AcceleratorError: CUDA error: out of memory"
+    assert last_words(io.StringIO("one\nKilled\n\n")) == "Killed"
+    assert last_words(io.StringIO("")) == "it ended without a word (out of memory?)"
+    with pytest.raises(WorkerFailed, match="KeyError: 'system'"):
+        Turns(None).take({"shape": asdict(_SHAPE)}, 1, 1)
