@@ -2,8 +2,8 @@
 
     python scripts/gpu_batches.py --sizes llama:32x4096 --batches 1 4 8 --device-memory 16GiB [--timeline DIR]
     python scripts/gpu_batches.py --sizes llama:4x4096 llama:8x4096 --system in_memory
-    python scripts/gpu_batches.py --sizes llama:16x4096 --batches 4 --system engine fsdp2 torchao_offload \\
-        --device-memory 3GiB auto --warm-up 1 --seconds 45
+    python scripts/gpu_batches.py --sizes llama:16x4096 --batches 4 --device-memory 3GiB auto --warm-up 1 \\
+        --system engine deepspeed fsdp2 torchao_offload --seconds 60
 
 With the engine all that the device has no room for rests in RAM, and on NVMe with ``--nvme-path``. Peers run between
 the first and the second of its budgets (``_step_peers.py``), each system in a process of its own: two of them at once

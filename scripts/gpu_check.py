@@ -68,7 +68,7 @@ class Part:
 _BATCHES = ["scripts/gpu_batches.py", "--batches", "1", "4", "8"]
 _PEERS = [
     *("scripts/gpu_batches.py", "--sizes", "llama:16x4096", "--batches", "4", "--warm-up", "1", "--seconds", "60"),
-    *("--system", "engine", "fsdp2", "torchao_offload"),
+    *("--system", "engine", "deepspeed", "fsdp2", "torchao_offload"),
     *("--device-memory", "3GiB", "auto"),  # no layer is resident; all of it where there is room
 ]
 _NVME = [
@@ -89,7 +89,7 @@ PARTS = (
     Part("disk", 60, ["-m", "offload", "bench", "{nvme}", "--no-fio", "--no-profile", "--pairs", "1"]),
     Part("nvme", 120, _NVME),
     Part("nvme-clipped", 120, [*_NVME, "--clipping", "1"]),
-    Part("peers", 150, _PEERS),
+    Part("peers", 220, _PEERS),
     Part("trainers", 100, ["scripts/gpu_trainers.py"]),
     Part("soak", 120, ["scripts/soak.py", "--device", "cuda", "--steps", "150", "--nvme-path", "{nvme}"]),
     Part("ranks-tests", 200, [*_PYTEST, "tests/ranks/test_cuda.py", "tests/ranks/test_on_device.py"], gpus=2),
