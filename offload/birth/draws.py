@@ -1,11 +1,11 @@
 """Random numbers drawn in pieces, from known places of the generator's stream.
 
-[Note: Pieces of one draw] torch's generator on the CPU gives one number after the other: where a number stands in its
-stream is only known when all before it were drawn. ``uniform_`` and ``normal_`` fill memory without gaps in order, the
-second one in blocks of 16 elements. So calls on its pieces, one after the other, give the numbers of one call on all of
-it, if all pieces but the last one are whole blocks, and the last one is at least one. The first time they are drawn one
-after the other, into a little scratch memory, and the state before each is kept (5 KB). From there they are drawn
-again by as many threads as there are cores.
+[Note: Pieces of one draw] torch's generator on the CPU gives one number after the other. ``uniform_`` and ``normal_``
+fill memory without gaps in order, the second one in blocks of 16 elements. So calls on its pieces, one after the other,
+give the numbers of one call on all of it, if all pieces but the last one are whole blocks, and the last one is at least
+one. The state before each is kept (5 KB), and they are drawn from there, by as many threads as there are cores. States
+follow from each other without the numbers between (``generator_state.py``); only a piece that is not of whole blocks is
+drawn for it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload.birth.generator_state import advance, numbers_of
 from offload.memory import passing_tensor
 from offload.ranks.host_cores import host_cores
 
@@ -45,14 +45,18 @@ class Draw:
         device or not, with these ``settings`` of the distribution."""
         self._function, self._settings = function, settings
         self._states: list[Tensor] = []
-        scratch = _memory(min(like.numel(), _PIECE + _BLOCK), like)
+        of_block = numbers_of(function, like.dtype, _BLOCK)
+        state = generator.get_state()
         for start, stop in _pieces(like.numel()):
-            self._states.append(generator.get_state())
-            whole_blocks = (stop - start) % _BLOCK == 0
-            if whole_blocks and _takes_as_many(like.dtype):
-                scratch[: stop - start].uniform_(generator=generator)  # which is cheaper, and nobody reads it
+            self._states.append(state.clone())
+            blocks, rest = divmod(stop - start, _BLOCK)
+            if rest or of_block is None:
+                generator.set_state(state)
+                function(_memory(stop - start, like), *settings, generator=generator)
+                state = generator.get_state()
             else:
-                function(scratch[: stop - start], *settings, generator=generator)
+                advance(state, blocks * of_block)
+        generator.set_state(state)
 
     def fill(self, tensor: Tensor) -> None:
         """Put the numbers into a contiguous tensor. No generator of the program notices."""
@@ -122,14 +126,3 @@ def _pieces(numel: int) -> Iterator[tuple[int, int]]:
 def _memory(numel: int, like: Tensor) -> Tensor:
     """Memory for so many elements of the same dtype, which goes back to the system."""
     return passing_tensor(numel * like.itemsize).view(like.dtype)
-
-
-@cache
-def _takes_as_many(dtype: torch.dtype) -> bool:
-    """``normal_`` takes as many numbers of the stream for a block as ``uniform_``."""
-    generators = torch.Generator(), torch.Generator()
-    block = torch.empty(_BLOCK, dtype=dtype, device="cpu")
-    block.normal_(generator=generators[0])
-    block.uniform_(generator=generators[1])
-    states = [generator.get_state() for generator in generators]
-    return torch.equal(*states)

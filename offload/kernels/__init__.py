@@ -26,6 +26,7 @@ from ._companions import (
     round_randomly,
     split_master,
     sum_squares,
+    twist,
 )
 from ._kernels import Work
 from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
@@ -56,5 +57,6 @@ __all__ = [
     "round_randomly",
     "split_master",
     "sum_squares",
+    "twist",
     "update",
 ]

@@ -169,3 +169,15 @@ def _check_master(numel: int, master_f32: int, weight: int, rest: int, num_threa
     check_address("master_f32", master_f32, 4, numel)
     check_address("weight", weight, 2, numel)
     check_address("rest", rest, 2, numel)
+
+
+def twist(words: int, times: int) -> None:
+    """Replace the 624 32-bit words of a Mersenne Twister's state (MT19937) by the next ones, so many times: as drawing
+    624 of its numbers so often does.
+
+    Cost:    0.1 to 0.4 ns a number.
+    Raises:  ``ValueError`` for an impossible address or count. Nothing has been written in that case.
+    """
+    check_address("words", words, 4, 624)
+    check_numel(times)
+    _kernels.twist(words, times)

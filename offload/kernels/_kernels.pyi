@@ -34,6 +34,7 @@ def decode(numel: int, numbers: int, codes: int, scales: int, is_signed: bool, n
 def dequantize(
     numel: int, numbers: int, dtype: int, codes: int, scales: int, per_scale: int, pairs: int, num_threads: int
 ) -> None: ...
+def twist(words: int, times: int) -> None: ...
 def stream(
     numel: int,
     grad: int,

@@ -28,6 +28,7 @@ from offload.kernels import (
     split_master,
     sum_squares,
     update,
+    twist,
 )
 from offload.native_optimizers import AdagradCoef, AdamCoef, Coef, LionCoef, SgdCoef
 
@@ -287,3 +288,17 @@ def test_4_bit_codes_become_numbers_with_the_bits_of_scalar(
         expected = numbers(numel, per_scale, 1)
         use_isa(isa)
         assert_same(numbers(numel, per_scale, 3), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_twister_is_moved_on_alike_and_as_numpy_moves_it(isa: str, use_isa: Any) -> None:
+    expected = np.random.RandomState(7)
+    begin = expected.get_state()[1]
+    expected.bytes(3 * 624 * 4)
+    for use in ("scalar", isa):
+        use_isa(use)
+        words = begin.astype(np.uint32)
+        twist(words.ctypes.data, 3)
+        assert (words == expected.get_state()[1]).all(), use
+    with pytest.raises(ValueError, match="words"):
+        twist(words.ctypes.data + 1, 1)

@@ -12,8 +12,9 @@ from torch import nn
 
 from offload import OffloadEngine, deferred_init
 from offload.assembly import compute
-from offload.birth import draws
+from offload.birth import draws, generator_state
 from offload.birth.draws import Draw
+from offload.birth.generator_state import advance, numbers_of
 from offload.birth.recording import Recording
 from offload.closing import Closers
 from offload.memory import passing_tensor
@@ -127,3 +128,29 @@ def test_the_arena_is_faulted_in_by_the_cores_of_the_rank(monkeypatch: pytest.Mo
     arena: Any = SimpleNamespace(address=1 << 20, nbytes=8192)
     compute.OnDevice(run, SimulatedDevice(), Meter(), Closers()).pin(arena)
     assert asked == [(1 << 20, 8192, 3)]
+
+
+@pytest.mark.parametrize("function", [torch.Tensor.uniform_, torch.Tensor.normal_])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_state_is_moved_on_as_far_as_numbers_would_move_it(function: Any, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    state, of_block = generator.get_state(), numbers_of(function, dtype, 16)
+    assert of_block in (16, 32)
+    for num_blocks in (1, 38, 39, 40, 1, 100, 5000, 2):
+        function(torch.empty(16 * num_blocks, dtype=dtype), generator=generator)
+        advance(state, of_block * num_blocks)
+        assert torch.equal(state, generator.get_state()), num_blocks
+
+
+def test_what_takes_another_count_of_numbers_or_another_layout_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes_three(tensor: torch.Tensor, generator: torch.Generator) -> None:
+        torch.empty(3 * tensor.numel()).uniform_(generator=generator)
+
+    assert numbers_of(takes_three, torch.float32, 16) is None
+    monkeypatch.setattr(generator_state, "_NUM_BYTES", 5000)
+    numbers_of.cache_clear()
+    assert numbers_of(torch.Tensor.uniform_, torch.float32, 16) is None
+    try:
+        test_pieces_have_the_numbers_of_one_call_and_the_generator_goes_on_after_them("normal", torch.float32, 1)
+    finally:
+        numbers_of.cache_clear()

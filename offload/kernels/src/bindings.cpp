@@ -169,6 +169,11 @@ void dequantize(std::size_t numel, Address numbers, int dtype, Address codes, Ad
   });
 }
 
+void twist(Address words, std::size_t times) {
+  const py::gil_scoped_release released;
+  table_in_use().twist(reinterpret_cast<std::uint32_t*>(words), times);
+}
+
 std::vector<std::string> isas_supported() {
   std::vector<std::string> names;
   for (const Table* table : tables_supported()) names.emplace_back(table->name);
@@ -196,6 +201,7 @@ PYBIND11_MODULE(_kernels, m) {
   m.def("encode", &encode);
   m.def("decode", &decode);
   m.def("dequantize", &dequantize);
+  m.def("twist", &twist);
   m.def("stream", &stream);
   m.def("isas_supported", &isas_supported);
   m.def("isa", [] { return table_in_use().name; });

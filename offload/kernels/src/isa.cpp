@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "codes.h"
+#include "mersenne.h"
 #include "sweep.h"
 #include "table.h"
 
@@ -182,6 +183,7 @@ const Table OFFLOAD_JOIN(table_, OFFLOAD_ISA) = {
     .encode = OFFLOAD_ISA::encode,
     .decode = OFFLOAD_ISA::decode,
     .dequantize = OFFLOAD_ISA::dequantize,
+    .twist = OFFLOAD_ISA::twist,
     .stream = OFFLOAD_ISA::stream,
 };
 

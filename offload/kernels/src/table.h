@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "arrays.h"
 #include "rules.h"
@@ -34,6 +35,7 @@ struct Table {
   Encode encode;
   Decode decode;
   Dequantize dequantize;
+  void (*twist)(std::uint32_t* words, std::size_t times);  // of a Mersenne Twister, 624 words
   void (*stream)(const Arrays& arrays, std::size_t begin, std::size_t end);
 };
 
