@@ -62,6 +62,12 @@ class Passes:
         if self.aliases.of_unit:
             self.aliases.check(unit.index)
 
+    def begin_passing(self) -> None:
+        self.uses.begin_passing()
+
+    def passed(self, unit: UnitSpec) -> None:
+        self.uses.passed(unit)
+
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
         """Nobody needs it."""
 

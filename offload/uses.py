@@ -178,6 +178,8 @@ class Uses:
         self._pins = [level.pin(unit) for unit in units]
         self._open: dict[int, float] = {}
         """By unit, when compute began to use it; 0 until then."""
+        self._passed = 0.0
+        """When it was done with the last one of those that it does not use."""
 
     def begin(self, unit: UnitSpec, *, training: bool) -> bool:
         """Put the unit's weights under its parameters, for the model's next work: see ``Windows.open``. ``training``: a
@@ -210,6 +212,14 @@ class Uses:
                 self._trace.over("compute", unit.name, start)
             if self._clock.runs and not self._open:
                 self._clock.end()
+
+    def begin_passing(self) -> None:
+        """Compute comes to units that it does not use, and whose weights stay: see ``Listener``."""
+        self._passed = perf_counter()
+
+    def passed(self, unit: UnitSpec) -> None:
+        """It is done with this one."""
+        self._passed = self._trace.over("compute", unit.name, self._passed)
 
     def busy_seconds(self) -> float | None:
         """See ``Clock``."""

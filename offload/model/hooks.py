@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from offload.errors import ConfigError
 from offload.model.aliases import Alias
@@ -28,6 +29,7 @@ from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
 from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays, drop_autograd_gradients
 from offload.torch_internals import (
+    current_node,
     graph_task,
     in_module_call,
     map_leaves,
@@ -95,6 +97,7 @@ class Hooks:
         for entry in self.context.end(task):
             self._leave_backward(entry)
         self._end_outside()
+        self.context.finds_in = None
 
     def reset(self) -> None:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
@@ -256,8 +259,9 @@ class Hooks:
             output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
             leaves = tensors_in(output)
         call = self._leave_forward(unit)
-        if self._turns is not None or not call.has_saved or num_references(unit.parameters) > call.num_references:
-            self._watch(call, leaves)  # else a node that asks for a weight is early enough
+        is_asked_for = call.has_saved or unit.window.open_at  # a node that asks is early enough
+        if self._turns is not None or not is_asked_for or num_references(unit.parameters) > call.num_references:
+            self._watch(call, leaves)
         return output
 
     def _watch(self, call: Call, leaves: Sequence[torch.Tensor]) -> None:
@@ -345,14 +349,19 @@ class Hooks:
             self._end_use(unit)
         return call
 
-    def needed(self, call: Call) -> bool:
+    def needed(self, call: Call, *, may_stay: bool = False) -> bool:
         """See ``UsesOfUnits``."""
         context = self.context
         if not (call.unit.in_backward and call.context is context) and not call.runs_in(context):
             if graph_task() == -1:
                 return False
-            self._reach(call)
+            self._reach(call, may_stay=may_stay)
         return True
+
+    def finds(self, unit: UnitInModel) -> bool:
+        """See ``UsesOfUnits``."""
+        context = self.context
+        return context.finds_in == graph_task() and not context.open and unit.stays
 
     def look(self, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Look at what a node has saved. See ``UsesOfUnits``."""
@@ -377,8 +386,8 @@ class Hooks:
                 unit.show_handles()
             self._end_use(unit)
 
-    def _reach(self, call: Call) -> None:
-        """The backward that this thread is in has come to the call."""
+    def _reach(self, call: Call, *, may_stay: bool = False) -> None:
+        """The backward that this thread is in has come to the call. ``may_stay``: see ``needed``."""
         if torch.is_grad_enabled():
             raise ConfigError(
                 "create_graph=True (as in torch.func.grad): weights leave when their backward is over, and a backward "
@@ -395,6 +404,10 @@ class Hooks:
         task = context.await_end(self.close_backward)
         for entry in context.come_to(call, goes_on=self._turns is None):  # else it waits for its turn at each call
             self._leave_backward(entry)
+        if may_stay and self._turns is None and unit.stays and not isinstance(current_node(), BackwardCFunction):
+            context.finds_in = task
+            self._listener.begin_passing()
+            return
         for entry in context.open:
             if entry[0] is unit:
                 break
@@ -429,9 +442,9 @@ class Hooks:
             gradient = unit.take_gradient(parameter)
             if gradient is not None and spec.distribution is not None:
                 gradient = spec.distribution.part_of(gradient)
-            call = unit.call
-            if not unit.in_backward and call is not None and call.has_saved and call.context is self.context:
-                self._reach(call)  # no weight was needed so far, and one will be
+            call = None if unit.in_backward or self.finds(unit) else unit.call
+            if call is not None and call.has_saved and call.context is self.context:
+                self._reach(call, may_stay=True)  # no weight was needed so far, and one will be
         if gradient is not None:
             if self.context.outside is not None:
                 self._end_outside(but=unit)
@@ -446,4 +459,6 @@ class Hooks:
         """The unit that got gradients outside of its backward, unless it is this one, gets no more of them now."""
         if (unit := self.context.outside) is not None and unit is not but:
             self.context.outside = None
+            if unit.stays and self.context.finds_in is not None:
+                self._listener.passed(unit.spec)
             self._listener.end_backward(unit.spec)

@@ -22,6 +22,13 @@ class Listener(Protocol):
 
     def end_use(self, unit: UnitSpec) -> None: ...
 
+    def begin_passing(self) -> None:
+        """A backward comes to units whose weights stay where they are, and which it does not use: see
+        [Note: Backward without uses]."""
+
+    def passed(self, unit: UnitSpec) -> None:
+        """It is done with this one."""
+
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
         """``scale``: what the engine's own backward is still to multiply it by; None in a backward of the user's."""
 

@@ -181,6 +181,11 @@ class UnitInModel:
         """The tensor looks at the memory under its parameters, while it is in forward."""
         return self.begin_address <= address_of(tensor) < self.end_address
 
+    @property
+    def stays(self) -> bool:
+        """Nothing uses it, and its weights are under its parameters all the same."""
+        return self.num_users == 0 and self.window.open_at != 0
+
     def wake(self) -> None:
         """A use begins: its parameters are ordinary ones."""
         for parameter, kind, _ in self._classes:
