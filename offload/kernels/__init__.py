@@ -28,7 +28,7 @@ from ._companions import (
     sum_squares,
 )
 from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
-from ._update import Kernel, Native, OnHost, Sweep, always, on_host, update
+from ._update import Kernel, Native, OnHost, Sweep, always, on_host, prepare, update
 
 __all__ = [
     "CODE_BLOCK",
@@ -49,6 +49,7 @@ __all__ = [
     "encode",
     "join_master",
     "on_host",
+    "prepare",
     "round_randomly",
     "split_master",
     "sum_squares",

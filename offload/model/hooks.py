@@ -435,6 +435,7 @@ class Hooks:
             self._end_backward(unit)
 
     def _post_accumulate(self, unit: UnitInModel, spec: ParameterSpec, parameter: torch.Tensor) -> None:
+        context, finds = self.context, self.finds(unit)
         if isinstance(parameter, Handle):
             whole = parameter.take_autograd_gradient(keep=spec.another_piece_follows)
             gradient = None if whole is None else spec.part_of(whole)
@@ -442,22 +443,23 @@ class Hooks:
             gradient = unit.take_gradient(parameter)
             if gradient is not None and spec.distribution is not None:
                 gradient = spec.distribution.part_of(gradient)
-            call = None if unit.in_backward or self.finds(unit) else unit.call
-            if call is not None and call.has_saved and call.context is self.context:
+            call = None if finds or unit.in_backward else unit.call
+            if call is not None and call.has_saved and call.context is context:
                 self._reach(call, may_stay=True)  # no weight was needed so far, and one will be
         if gradient is not None:
-            if self.context.outside is not None:
-                self._end_outside(but=unit)
+            if context.outside is not unit:
+                self._end_outside()
             if self._turns is not None and self._turns.gradient(unit, spec, in_its_place=unit.in_backward):
                 self._listener.end_part(unit.spec)
-            self._listener.take_gradient(unit.spec, spec, gradient, self.context.gradient_scale)
+            self._listener.take_gradient(unit.spec, spec, gradient, context.gradient_scale)
             if not unit.in_backward:
-                self.context.await_end(self.close_backward)
-                self.context.outside = unit
+                if not finds:
+                    context.await_end(self.close_backward)
+                context.outside = unit
 
-    def _end_outside(self, but: UnitInModel | None = None) -> None:
-        """The unit that got gradients outside of its backward, unless it is this one, gets no more of them now."""
-        if (unit := self.context.outside) is not None and unit is not but:
+    def _end_outside(self) -> None:
+        """The unit that got gradients outside of its backward gets no more of them now."""
+        if (unit := self.context.outside) is not None:
             self.context.outside = None
             if unit.stays and self.context.finds_in is not None:
                 self._listener.passed(unit.spec)

@@ -263,10 +263,10 @@ class UnitInModel:
         parameter has from its handle: it is where it belongs."""
         with itself():  # the unit may rest
             gradient = parameter.grad
-            if self._shown and any(gradient is shown for _, _, shown in self._shown):
-                return None
-            parameter.grad = None
-            return gradient
+            if not self._shown or all(gradient is not shown for _, _, shown in self._shown):
+                parameter.grad = None
+                return gradient
+        return None
 
     def _show_gradients(self) -> None:
         for _, _, handle, parameter in self.sites:

@@ -49,14 +49,17 @@ class Gradient:
     ) -> None:
         """It comes with this scale if nothing else is said, and is another one than all before without an
         ``origin``."""
-        self.sum_squares, self.scale, self.first_asked, self.own_squares = sum_squares, scale, first_asked, own_squares
-        self.came_with = scale if math.isnan(came_with) else came_with
+        self.sum_squares = sum_squares
+        self.scale = scale
+        self.first_asked = first_asked
+        self.own_squares = own_squares
+        self.came_with = scale if came_with != came_with else came_with
         self.origin = object() if origin is None else origin
 
     def ask(self) -> float:
         """``norm_squared``, for a verdict or for clipping."""
         now = self.sum_squares * self.scale * self.scale
-        if math.isnan(self.first_asked):
+        if self.first_asked != self.first_asked:  # it is NaN
             self.first_asked = now
         return now
 
