@@ -90,6 +90,7 @@ class Story:
         self.events: list[str] = []
         self.gradients: dict[str, torch.Tensor] = {}
         self.in_use: set[str] = set()
+        self.aliased: set[int] = set()
         self.refused: str | None = None
         """The unit whose use fails."""
         self.units = []

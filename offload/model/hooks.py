@@ -361,7 +361,9 @@ class Hooks:
     def finds(self, unit: UnitInModel) -> bool:
         """See ``UsesOfUnits``."""
         context = self.context
-        return context.finds_in == graph_task() and not context.open and unit.stays
+        if context.finds_in != graph_task() or context.open or self._listener.aliased:
+            return False
+        return unit.num_users == 0 and unit.window.open_at != 0
 
     def look(self, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Look at what a node has saved. See ``UsesOfUnits``."""
@@ -404,7 +406,7 @@ class Hooks:
         task = context.await_end(self.close_backward)
         for entry in context.come_to(call, goes_on=self._turns is None):  # else it waits for its turn at each call
             self._leave_backward(entry)
-        if may_stay and self._turns is None and unit.stays and not isinstance(current_node(), BackwardCFunction):
+        if may_stay and self._stays(unit) and not isinstance(current_node(), BackwardCFunction):
             context.finds_in = task
             self._listener.begin_passing()
             return
@@ -418,6 +420,10 @@ class Hooks:
             context.open.append((unit, call.start, task))
         if self._turns is not None:
             self._turns.opened(unit, call.start)
+
+    def _stays(self, unit: UnitInModel) -> bool:
+        """A use of it would change nothing now."""
+        return self._turns is None and unit.stays and not self._listener.aliased
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""

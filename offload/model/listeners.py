@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -15,6 +15,10 @@ from offload.units import ParameterSpec, UnitSpec
 class Listener(Protocol):
     """Receiver of what the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients,
     has weights with other values than before its use."""
+
+    @property
+    def aliased(self) -> Collection[int]:
+        """Units, by index, whose weights others have in other memory: a use of them brings what was written there."""
 
     def begin_use(self, unit: UnitSpec) -> bool:
         """Return whether what is in the window is a copy of the weights, which a change of its bytes does not

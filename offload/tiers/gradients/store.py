@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -219,9 +219,9 @@ class GradientStore:
     def restored(self) -> None:
         self._num_changes += 1
 
-    def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
+    def use_up(self, unit: UnitSpec, specs: Set[ParameterSpec]) -> None:
         of = self._of[unit.index]
-        if all(map(specs.__contains__, of.known)):
+        if of.known.keys() <= specs:
             of.used, of.known = of.known, {}
         else:
             of.used = {spec: gradient for spec, gradient in of.known.items() if spec in specs}
