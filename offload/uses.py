@@ -12,11 +12,13 @@ import torch
 from offload.device.protocol import Device, Event
 from offload.interrupts import held_back
 from offload.report.meter import Meter
+from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.level import Level
 from offload.tiers.weights.pin import Pin, UnitState
 from offload.tiers.window import DeviceWindow, HostWindow
 from offload.torch_internals import itself
 from offload.units import UnitSpec
+from offload.waiting import of_thread
 from swapper import OffloadError
 
 _USES_AHEAD = 4
@@ -229,3 +231,34 @@ class Uses:
         """No unit is in use: end the uses that an exception or an interrupt has left."""
         for index in list(self._open):
             self.end(self._units[index])
+
+
+class UsesOfResidents(Uses):
+    """The same where all weights are resident in RAM. Each use waits for its unit's update alone, and its window is
+    open from the first one on: see [Note: Windows that stay open]."""
+
+    def __init__(
+        self, units: Sequence[UnitSpec], level: HostLevel, shown: Sequence[HostWindow], windows: Windows, meter: Meter
+    ) -> None:
+        super().__init__(units, level, windows, HostClock(), meter)
+        self._shown = shown
+        self._fence = level.fence
+        self._pending = level.fence.pending
+
+    def begin(self, unit: UnitSpec, *, training: bool) -> bool:
+        index = unit.index
+        place = self._pins[index].entry.place
+        if place is None or self._shown[index].open_at != place.address:
+            return super().begin(unit, training=training)
+        if index in self._pending or of_thread.stepping:
+            self._fence.wait(unit)
+            return super().begin(unit, training=training)  # the update may have written to its other place
+        self._open[index] = perf_counter()
+        return False
+
+    def end(self, unit: UnitSpec) -> None:
+        window = self._shown[unit.index]
+        if window.keeps or window.left is not None or not window.open_at:
+            super().end(unit)
+        elif start := self._open.pop(unit.index, 0.0):
+            self._trace.over("compute", unit.name, start)

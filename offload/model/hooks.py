@@ -259,10 +259,13 @@ class Hooks:
             output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
             leaves = tensors_in(output)
         call = self._leave_forward(unit)
-        is_asked_for = call.has_saved or unit.window.open_at  # a node that asks is early enough
-        if self._turns is not None or not is_asked_for or num_references(unit.parameters) > call.num_references:
+        if self._turns is not None or not (unit.stays or self._is_asked_for(call)):
             self._watch(call, leaves)
         return output
+
+    def _is_asked_for(self, call: Call) -> bool:
+        """Nobody but nodes needs the call's weights in a backward: one that asks is early enough."""
+        return call.has_saved and num_references(call.unit.parameters) <= call.num_references
 
     def _watch(self, call: Call, leaves: Sequence[torch.Tensor]) -> None:
         """Have the backward tell when it comes to the call."""

@@ -45,9 +45,11 @@ class Call:
         """The hooks of saved tensors that were put in force with its beginning, and those below them."""
         self.has_saved = False
         """Autograd has saved a weight in it, and asks for that in a backward."""
-        self.num_references = num_references(unit.parameters)
+        stays = unit.window.open_at and not unit.is_copy  # beyond the call
+        self.num_references = 0 if stays else num_references(unit.parameters)
         """To the unit's parameters, from before it. Are there more at its end, somebody has kept one: hooks of saved
-        tensors of the unit's own, it may be, which are asked for it in a backward as ours are not."""
+        tensors of the unit's own, it may be, which are asked for it in a backward as ours are not. Nobody needs to be
+        where the weights stay."""
 
     def runs_in(self, context: object) -> bool:
         """It is the one under way in this context: a backward within it finds the weights in use."""
