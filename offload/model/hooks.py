@@ -8,7 +8,6 @@ exception ended it, before the next forward.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
@@ -42,14 +41,6 @@ from offload.units import ParameterSpec
 from swapper import OffloadError
 
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
-
-
-def _take_gradient(
-    hooks: weakref.ref[Hooks], unit: weakref.ref[UnitInModel], index: int, parameter: torch.Tensor
-) -> None:
-    """Weakly: the collector does not see into hooks of tensors."""
-    if (taker := hooks()) is not None and (owner := unit()) is not None:
-        taker._post_accumulate(owner, owner.spec.parameters[index], parameter)
 
 
 class Hooks:
@@ -90,7 +81,9 @@ class Hooks:
         self.installed = InstalledHooks()
         saved_tensors = SavedTensors(self)
         for unit in units:
-            self._install(unit, saved_tensors)
+            unit.saved_tensors = saved_tensors
+            unit.around = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
+            self.installed.in_model(unit, parameters, self)
 
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
@@ -193,22 +186,6 @@ class Hooks:
         """Take the hooks out of the model."""
         self.installed.remove()
 
-    def _install(self, unit: UnitInModel, saved_tensors: SavedTensors) -> None:
-        unit.saved_tensors = saved_tensors
-        unit.around = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
-        self.installed.at_unit(unit.spec, *unit.around)
-        for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
-            unit.sites += [(module, name, self._parameters[spec], parameter) for module, name in spec.sites]
-            leaves: tuple[nn.Parameter, ...] = parameter, self._parameters[spec]
-            if spec.piece is not None:
-                spec.piece.weight, spec.piece.around, leaves = parameter, unit.around, leaves[1:]
-            if not spec.trainable:
-                continue
-            hook = HookOfModel(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
-            if spec.piece is not None:
-                spec.piece.on_gradient = hook
-            self.installed.at_gradients(leaves, hook)
-
     # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
@@ -259,13 +236,10 @@ class Hooks:
             output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
             leaves = tensors_in(output)
         call = self._leave_forward(unit)
-        if self._turns is not None or not (unit.stays or self._is_asked_for(call)):
-            self._watch(call, leaves)
+        is_watched = not (call.has_saved or unit.stays) or self._turns is not None
+        if is_watched or (not unit.stays and num_references(unit.parameters) > call.num_references):
+            self._watch(call, leaves)  # else a node that asks for a weight is early enough
         return output
-
-    def _is_asked_for(self, call: Call) -> bool:
-        """Nobody but nodes needs the call's weights in a backward: one that asks is early enough."""
-        return call.has_saved and num_references(call.unit.parameters) <= call.num_references
 
     def _watch(self, call: Call, leaves: Sequence[torch.Tensor]) -> None:
         """Have the backward tell when it comes to the call."""
@@ -443,7 +417,8 @@ class Hooks:
         else:
             self._end_backward(unit)
 
-    def _post_accumulate(self, unit: UnitInModel, spec: ParameterSpec, parameter: torch.Tensor) -> None:
+    def take_gradient(self, unit: UnitInModel, spec: ParameterSpec, parameter: torch.Tensor) -> None:
+        """See ``TakesGradients``."""
         context, finds = self.context, self.finds(unit)
         if isinstance(parameter, Handle):
             whole = parameter.take_autograd_gradient(keep=spec.another_piece_follows)
