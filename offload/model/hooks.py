@@ -3,7 +3,7 @@
 [Note: When a unit's backward is over] Autograd runs nodes in the reverse order of their creation. When the gradient of
 a call's output arrives, or a node of the call asks for a weight, every node that was created after that call has run:
 units whose calls began later are done. Units that are still open when the backward ends are closed then; where an
-exception ended it, before the next forward.
+exception ended it, before the next forward. One that it does not use is done when another one's gradient comes.
 """
 
 from __future__ import annotations
