@@ -37,6 +37,9 @@ class Passes:
     closers: Closers
     """Made when neither model nor engine nor optimizer, all of which refer to this, is referred to any more."""
 
+    def __post_init__(self) -> None:
+        self.aliased = self.aliases.of_unit
+
     def begin_use(self, unit: UnitSpec) -> bool:
         if self.failure.first is not None:
             self.failure.check()
@@ -61,6 +64,15 @@ class Passes:
             self.failure.raise_first(error)
         if self.aliases.of_unit:
             self.aliases.check(unit.index)
+
+    def begin_passing(self) -> None:
+        self.failure.check()
+        if self.checkpoints.is_due:
+            self.checkpoints.pass_boundary()
+        self.uses.begin_passing()
+
+    def passed(self, unit: UnitSpec) -> None:
+        self.uses.passed(unit)
 
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
         """Nobody needs it."""
@@ -97,6 +109,7 @@ class TrainingPasses(Passes):
     reporter: Reporter
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._backward_has_begun = False
         """A gradient of the coming step has come."""
 

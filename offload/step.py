@@ -262,8 +262,8 @@ class Step:
     def _hand_over(self, step: Sequence[UnitUpdate], grad_norm: float, *, updates_wait: bool) -> None:
         """The step is certain: give it to those who carry it out."""
         verdict, speculative = self.verdict, self.updater.speculative
-        increment_version([verdict.parameters[spec] for spec in verdict.stepping])
-        increment_version([parameter for spec in verdict.stepping for parameter in self.backings[spec].in_use])
+        in_use = [parameter for spec in verdict.stepping for parameter in self.backings[spec].in_use]
+        increment_version([*map(verdict.parameters.__getitem__, verdict.stepping), *in_use])
         self.level.outdate(verdict.stepping_units)
         on_host = self.resident.update(step)
         self.host.begin_updates([update.unit for update in on_host])

@@ -82,6 +82,9 @@ next_sequence_number: Callable[[], int] = found(torch._C._autograd, "_get_sequen
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 """The number that an autograd node got when it was made, by the count of the thread that made it."""
 
+current_node: Callable[[], Node | None] = found(torch._C, "_current_autograd_node")
+"""The node that the backward of this thread runs now."""
+
 belongs_to_backward: Callable[[Node], bool] = found(torch._C, "_will_engine_execute_node")
 """Tell whether a node, not the one that it began with, is part of the backward that this thread is in. It must be in
 one."""
@@ -327,7 +330,8 @@ def _try_graph_tasks() -> bool:
         with torch.enable_grad():
             other = (leaf * 2).grad_fn
         is_part = other is not None and belongs_to_backward(node) and not belongs_to_backward(other)
-        seen.append("in a backward" if graph_task() >= 0 and is_part else "in none")
+        is_current = current_node() is node
+        seen.append("in a backward" if graph_task() >= 0 and is_part and is_current else "in none")
         when_backward_ends(lambda: seen.append("its end"))
 
     node.register_prehook(hook)

@@ -12,11 +12,13 @@ import torch
 from offload.device.protocol import Device, Event
 from offload.interrupts import held_back
 from offload.report.meter import Meter
+from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.level import Level
 from offload.tiers.weights.pin import Pin, UnitState
 from offload.tiers.window import DeviceWindow, HostWindow
 from offload.torch_internals import itself
 from offload.units import UnitSpec
+from offload.waiting import of_thread
 from swapper import OffloadError
 
 _USES_AHEAD = 4
@@ -178,6 +180,8 @@ class Uses:
         self._pins = [level.pin(unit) for unit in units]
         self._open: dict[int, float] = {}
         """By unit, when compute began to use it; 0 until then."""
+        self._passed = 0.0
+        """When it was done with the last one of those that it does not use."""
 
     def begin(self, unit: UnitSpec, *, training: bool) -> bool:
         """Put the unit's weights under its parameters, for the model's next work: see ``Windows.open``. ``training``: a
@@ -211,6 +215,14 @@ class Uses:
             if self._clock.runs and not self._open:
                 self._clock.end()
 
+    def begin_passing(self) -> None:
+        """Compute comes to units that it does not use, and whose weights stay: see ``Listener``."""
+        self._passed = perf_counter()
+
+    def passed(self, unit: UnitSpec) -> None:
+        """It is done with this one."""
+        self._passed = self._trace.over("compute", unit.name, self._passed)
+
     def busy_seconds(self) -> float | None:
         """See ``Clock``."""
         return self._clock.busy_seconds()
@@ -219,3 +231,34 @@ class Uses:
         """No unit is in use: end the uses that an exception or an interrupt has left."""
         for index in list(self._open):
             self.end(self._units[index])
+
+
+class UsesOfResidents(Uses):
+    """The same where all weights are resident in RAM. Each use waits for its unit's update alone, and its window is
+    open from the first one on: see [Note: Windows that stay open]."""
+
+    def __init__(
+        self, units: Sequence[UnitSpec], level: HostLevel, shown: Sequence[HostWindow], windows: Windows, meter: Meter
+    ) -> None:
+        super().__init__(units, level, windows, HostClock(), meter)
+        self._shown = shown
+        self._fence = level.fence
+        self._pending = level.fence.pending
+
+    def begin(self, unit: UnitSpec, *, training: bool) -> bool:
+        index = unit.index
+        place = self._pins[index].entry.place
+        if place is None or self._shown[index].open_at != place.address:
+            return super().begin(unit, training=training)
+        if index in self._pending or of_thread.stepping:
+            self._fence.wait(unit)
+            return super().begin(unit, training=training)  # the update may have written to its other place
+        self._open[index] = perf_counter()
+        return False
+
+    def end(self, unit: UnitSpec) -> None:
+        window = self._shown[unit.index]
+        if window.keeps or window.left is not None or not window.open_at:
+            super().end(unit)
+        elif start := self._open.pop(unit.index, 0.0):
+            self._trace.over("compute", unit.name, start)

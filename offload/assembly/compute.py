@@ -42,7 +42,7 @@ from offload.tiers.weights.ranks_source import RanksSource
 from offload.tiers.weights.shadow import Slot
 from offload.tiers.window import POISON, DeviceWindow, HostWindow, window_class
 from offload.units import Tile, UnitSpec
-from offload.uses import DeviceClock, DeviceWindows, HostClock, HostWindows, Uses
+from offload.uses import DeviceClock, DeviceWindows, HostClock, HostWindows, Uses, UsesOfResidents
 from offload.waiting import Failure
 from swapper import PAGE_BYTES, Arena, Lease
 
@@ -130,6 +130,8 @@ class OnHost:
     def _uses(self, base: Base, level: HostLevel | GatherLevel) -> Uses:
         windows = HostWindows(self._windows, level.cache.leave_memory)
         base.closers.callback(windows.shut)
+        if isinstance(level, HostLevel) and level.all_are_resident:
+            return UsesOfResidents(base.run.units, level, self._windows, windows, base.meter)
         return Uses(base.run.units, level, windows, HostClock(), base.meter)
 
     def _exchange_memory(self, base: Base) -> ExchangeMemory:

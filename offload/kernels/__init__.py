@@ -30,7 +30,7 @@ from ._companions import (
 )
 from ._kernels import Work
 from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
-from ._update import Kernel, Native, OnHost, OnQueue, Queue, Sweep, always, on_host, update
+from ._update import Kernel, Native, OnHost, OnQueue, Queue, Sweep, always, on_host, prepare, update
 
 __all__ = [
     "CODE_BLOCK",
@@ -54,6 +54,7 @@ __all__ = [
     "encode",
     "join_master",
     "on_host",
+    "prepare",
     "round_randomly",
     "split_master",
     "sum_squares",

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from . import _kernels
 from ._native import Dtype, check_address, check_numbers, check_numel, seed_of
 
+_INT8 = Dtype.INT8
+
 Bring = Callable[[int, int, Dtype, int, Dtype, int], float]
 """``convert`` or ``accumulate``."""
 
@@ -149,8 +151,8 @@ def dequantize(
 def _check_both(
     numel: int, destination: int, destination_dtype: Dtype, source: int, source_dtype: Dtype, num_threads: int
 ) -> None:
-    is_plain = destination_dtype is not Dtype.INT8 and source_dtype is not Dtype.INT8
-    if is_plain and destination > 0 < source and not (destination | source) & 3 and numel > 0 < num_threads:
+    are_words = destination > 0 < source and not (destination | source) & 3
+    if are_words and numel > 0 < num_threads and _INT8 is not destination_dtype and _INT8 is not source_dtype:
         return  # aligned for any of them: each gradient comes here
     check_numel(numel, num_threads)
     check_numbers("destination", destination, destination_dtype, numel)

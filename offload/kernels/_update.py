@@ -32,8 +32,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from typing import NamedTuple
 
 from offload.native_optimizers import Coef
@@ -170,28 +169,63 @@ def update(
     addresses, scales = [0, 0, 0], [0, 0, 0]
     for index, name in enumerate(names):
         addresses[index], scales[index] = states.pop(name, 0), states.pop(f"{name}_scale", 0)
-    given = [grad, weight, rest or grad, master or grad, *addresses[: len(names)]]
-    are_words = min(given) > 0 and not reduce(or_, given) & 3
-    if not (are_words and numel > 0 and Dtype.INT8 not in (grad_dtype, weight_dtype, moments_dtype)):
-        check_numel(numel)  # each small unit passes this by
-        check_numbers("grad", grad, grad_dtype, numel)
-        check_numbers("weight", weight, weight_dtype, numel)
-        for index, name in enumerate(names):
-            check_address(name, addresses[index], moments_dtype.itemsize, numel)
-            if moments_dtype is Dtype.INT8:
-                check_address(f"{name}_scale", scales[index], 4, numel)
-    if moments_dtype is Dtype.F16:
-        raise ValueError("states are F32, BF16 or INT8: the range of F16 is too small for squares of gradients")
-    master, weight_format = _weight_format(numel, weight, weight_dtype, rest, master)
     if states:
         raise ValueError(f"{coef.kernel} has no states {', '.join(states)}: it has {', '.join(names) or 'none'}")
-    kernel = native(coef.kernel)
-    kernel(
-        Sweep(
-            coef.constants, numel, grad, grad_dtype, weight, rest, master, weight_format, addresses, scales,
-            moments_dtype, seed_of(coef.step), weight_shift, states_shift,
-        )
-    )  # fmt: skip
+    run = prepare(coef, grad_dtype, weight_dtype, moments_dtype, native)
+    run(numel, grad, weight, rest, master, addresses, scales, weight_shift, states_shift)
+
+
+Update = Callable[[int, int, int, int, int, Sequence[int], Sequence[int], int, int], None]
+"""``update`` of so many elements, by the addresses of their gradients, weights, rests and masters (0: none), of the
+three states and of their scales, and the two shifts."""
+
+
+def prepare(coef: Coef, grad_dtype: Dtype, weight_dtype: Dtype, moments_dtype: Dtype, native: Native) -> Update:
+    """What ``update`` does, for many arrays that take the same step. Raises as it does."""
+    if moments_dtype is Dtype.F16:
+        raise ValueError("states are F32, BF16 or INT8: the range of F16 is too small for squares of gradients")
+    kernel, constants, seed, num_states = native(coef.kernel), coef.constants, seed_of(coef.step), len(coef.states)
+    are_plain = Dtype.INT8 not in (grad_dtype, weight_dtype, moments_dtype)
+
+    def check(numel: int, grad: int, weight: int, addresses: Sequence[int], scales: Sequence[int]) -> None:
+        check_numel(numel)
+        check_numbers("grad", grad, grad_dtype, numel)
+        check_numbers("weight", weight, weight_dtype, numel)
+        for name, address, scale in zip(coef.states, addresses, scales, strict=False):
+            check_address(name, address, moments_dtype.itemsize, numel)
+            if moments_dtype is Dtype.INT8:
+                check_address(f"{name}_scale", scale, 4, numel)
+
+    def run(
+        numel: int,
+        grad: int,
+        weight: int,
+        rest: int,
+        master: int,
+        addresses: Sequence[int],
+        scales: Sequence[int],
+        weight_shift: int,
+        states_shift: int,
+    ) -> None:
+        words = grad | weight | rest | master
+        for address in addresses:
+            words |= address
+        are_words = words > 0 and not words & 3  # each small unit passes the checks by
+        if not (are_plain and are_words and numel > 0 and grad and weight and 0 not in addresses[:num_states]):
+            check(numel, grad, weight, addresses, scales)
+        weight_format = _FORMAT_F32
+        if master or rest or weight_dtype is not Dtype.F32:
+            master, weight_format = _weight_format(numel, weight, weight_dtype, rest, master)
+        else:
+            master = weight
+        kernel(
+            Sweep(
+                constants, numel, grad, grad_dtype, weight, rest, master, weight_format, addresses, scales,
+                moments_dtype, seed, weight_shift, states_shift,
+            )
+        )  # fmt: skip
+
+    return run
 
 
 def _weight_format(numel: int, weight: int, weight_dtype: Dtype, rest: int, master: int) -> tuple[int, int]:

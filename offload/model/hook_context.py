@@ -38,6 +38,8 @@ class HookContext:
         self.tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         """Graph tasks that have opened units or left one ``outside``, each with what it calls at its end. An exception
         ends one without a call: then nothing refers to that any more."""
+        self.finds_in: int | None = None
+        """The graph task under way that was seen to find weights that stay: see [Note: Backward without uses]."""
         self.gradient_scale: float | None = None
         """Factor that gradients of the engine's own backward, if it is under way, are still to be multiplied by."""
         self._saved: list[tuple[UnitInModel, CallsOfUnit]] = []
@@ -77,7 +79,8 @@ class HookContext:
         of this model are under way."""
         if forward and not together and torch.is_grad_enabled():
             touch("trains another engine's model")
-        if self.in_forward or together or (self.open and one_thread):
+        goes_on = self.open or any(end() is not None for end in self.tasks.values())
+        if self.in_forward or together or (goes_on and one_thread):
             raise OffloadError(
                 "two threads run the model at once, and the engine brings weights in for one: give each thread its "
                 "turn (a threading.Lock around forward and backward)"

@@ -3,18 +3,18 @@
 [Note: When a unit's backward is over] Autograd runs nodes in the reverse order of their creation. When the gradient of
 a call's output arrives, or a node of the call asks for a weight, every node that was created after that call has run:
 units whose calls began later are done. Units that are still open when the backward ends are closed then; where an
-exception ended it, before the next forward.
+exception ended it, before the next forward. One that it does not use is done when another one's gradient comes.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from offload.errors import ConfigError
 from offload.model.aliases import Alias
@@ -28,6 +28,7 @@ from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
 from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays, drop_autograd_gradients
 from offload.torch_internals import (
+    current_node,
     graph_task,
     in_module_call,
     map_leaves,
@@ -40,14 +41,6 @@ from offload.units import ParameterSpec
 from swapper import OffloadError
 
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
-
-
-def _take_gradient(
-    hooks: weakref.ref[Hooks], unit: weakref.ref[UnitInModel], index: int, parameter: torch.Tensor
-) -> None:
-    """Weakly: the collector does not see into hooks of tensors."""
-    if (taker := hooks()) is not None and (owner := unit()) is not None:
-        taker._post_accumulate(owner, owner.spec.parameters[index], parameter)
 
 
 class Hooks:
@@ -88,13 +81,16 @@ class Hooks:
         self.installed = InstalledHooks()
         saved_tensors = SavedTensors(self)
         for unit in units:
-            self._install(unit, saved_tensors)
+            unit.saved_tensors = saved_tensors
+            unit.around = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
+            self.installed.in_model(unit, parameters, self)
 
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
         for entry in self.context.end(task):
             self._leave_backward(entry)
         self._end_outside()
+        self.context.finds_in = None
 
     def reset(self) -> None:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
@@ -190,22 +186,6 @@ class Hooks:
         """Take the hooks out of the model."""
         self.installed.remove()
 
-    def _install(self, unit: UnitInModel, saved_tensors: SavedTensors) -> None:
-        unit.saved_tensors = saved_tensors
-        unit.around = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
-        self.installed.at_unit(unit.spec, *unit.around)
-        for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
-            unit.sites += [(module, name, self._parameters[spec], parameter) for module, name in spec.sites]
-            leaves: tuple[nn.Parameter, ...] = parameter, self._parameters[spec]
-            if spec.piece is not None:
-                spec.piece.weight, spec.piece.around, leaves = parameter, unit.around, leaves[1:]
-            if not spec.trainable:
-                continue
-            hook = HookOfModel(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
-            if spec.piece is not None:
-                spec.piece.on_gradient = hook
-            self.installed.at_gradients(leaves, hook)
-
     # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
@@ -256,7 +236,8 @@ class Hooks:
             output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
             leaves = tensors_in(output)
         call = self._leave_forward(unit)
-        if self._turns is not None or not call.has_saved or num_references(unit.parameters) > call.num_references:
+        is_watched = not (call.has_saved or unit.stays) or self._turns is not None
+        if is_watched or (not unit.stays and num_references(unit.parameters) > call.num_references):
             self._watch(call, leaves)  # else a node that asks for a weight is early enough
         return output
 
@@ -345,14 +326,21 @@ class Hooks:
             self._end_use(unit)
         return call
 
-    def needed(self, call: Call) -> bool:
+    def needed(self, call: Call, *, may_stay: bool = False) -> bool:
         """See ``UsesOfUnits``."""
         context = self.context
         if not (call.unit.in_backward and call.context is context) and not call.runs_in(context):
             if graph_task() == -1:
                 return False
-            self._reach(call)
+            self._reach(call, may_stay=may_stay)
         return True
+
+    def finds(self, unit: UnitInModel) -> bool:
+        """See ``UsesOfUnits``."""
+        context = self.context
+        if context.finds_in != graph_task() or context.open or self._listener.aliased:
+            return False
+        return unit.num_users == 0 and unit.window.open_at != 0
 
     def look(self, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Look at what a node has saved. See ``UsesOfUnits``."""
@@ -377,8 +365,8 @@ class Hooks:
                 unit.show_handles()
             self._end_use(unit)
 
-    def _reach(self, call: Call) -> None:
-        """The backward that this thread is in has come to the call."""
+    def _reach(self, call: Call, *, may_stay: bool = False) -> None:
+        """The backward that this thread is in has come to the call. ``may_stay``: see ``needed``."""
         if torch.is_grad_enabled():
             raise ConfigError(
                 "create_graph=True (as in torch.func.grad): weights leave when their backward is over, and a backward "
@@ -395,6 +383,10 @@ class Hooks:
         task = context.await_end(self.close_backward)
         for entry in context.come_to(call, goes_on=self._turns is None):  # else it waits for its turn at each call
             self._leave_backward(entry)
+        if may_stay and self._stays(unit) and not isinstance(current_node(), BackwardCFunction):
+            context.finds_in = task
+            self._listener.begin_passing()
+            return
         for entry in context.open:
             if entry[0] is unit:
                 break
@@ -405,6 +397,10 @@ class Hooks:
             context.open.append((unit, call.start, task))
         if self._turns is not None:
             self._turns.opened(unit, call.start)
+
+    def _stays(self, unit: UnitInModel) -> bool:
+        """A use of it would change nothing now."""
+        return self._turns is None and unit.stays and not self._listener.aliased
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""
@@ -421,7 +417,9 @@ class Hooks:
         else:
             self._end_backward(unit)
 
-    def _post_accumulate(self, unit: UnitInModel, spec: ParameterSpec, parameter: torch.Tensor) -> None:
+    def take_gradient(self, unit: UnitInModel, spec: ParameterSpec, parameter: torch.Tensor) -> None:
+        """See ``TakesGradients``."""
+        context, finds = self.context, self.finds(unit)
         if isinstance(parameter, Handle):
             whole = parameter.take_autograd_gradient(keep=spec.another_piece_follows)
             gradient = None if whole is None else spec.part_of(whole)
@@ -429,21 +427,24 @@ class Hooks:
             gradient = unit.take_gradient(parameter)
             if gradient is not None and spec.distribution is not None:
                 gradient = spec.distribution.part_of(gradient)
-            call = unit.call
-            if not unit.in_backward and call is not None and call.has_saved and call.context is self.context:
-                self._reach(call)  # no weight was needed so far, and one will be
+            call = None if finds or unit.in_backward else unit.call
+            if call is not None and call.has_saved and call.context is context:
+                self._reach(call, may_stay=True)  # no weight was needed so far, and one will be
         if gradient is not None:
-            if self.context.outside is not None:
-                self._end_outside(but=unit)
+            if context.outside is not unit:
+                self._end_outside()
             if self._turns is not None and self._turns.gradient(unit, spec, in_its_place=unit.in_backward):
                 self._listener.end_part(unit.spec)
-            self._listener.take_gradient(unit.spec, spec, gradient, self.context.gradient_scale)
+            self._listener.take_gradient(unit.spec, spec, gradient, context.gradient_scale)
             if not unit.in_backward:
-                self.context.await_end(self.close_backward)
-                self.context.outside = unit
+                if not finds:
+                    context.await_end(self.close_backward)
+                context.outside = unit
 
-    def _end_outside(self, but: UnitInModel | None = None) -> None:
-        """The unit that got gradients outside of its backward, unless it is this one, gets no more of them now."""
-        if (unit := self.context.outside) is not None and unit is not but:
+    def _end_outside(self) -> None:
+        """The unit that got gradients outside of its backward gets no more of them now."""
+        if (unit := self.context.outside) is not None:
             self.context.outside = None
+            if unit.stays and self.context.finds_in is not None:
+                self._listener.passed(unit.spec)
             self._listener.end_backward(unit.spec)

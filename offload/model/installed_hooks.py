@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import same_number
-from offload.units import UnitSpec
+from offload.units import ParameterSpec, UnitSpec
 
 
 class NotScriptable(ConfigError, AttributeError, explained=False):
@@ -36,6 +38,21 @@ class HookOfModel(partial[Any]):
         return HookOfModel, (_nothing,)
 
 
+class TakesGradients(Protocol):
+    """Taker of the gradients that autograd leaves at parameters."""
+
+    def take_gradient(self, unit: UnitInModel, spec: ParameterSpec, parameter: torch.Tensor) -> None:
+        """The parameter has its gradient: one of the unit's, or the handle in its place."""
+
+
+def _take_gradient(
+    hooks: weakref.ref[TakesGradients], unit: weakref.ref[UnitInModel], index: int, parameter: torch.Tensor
+) -> None:
+    """Weakly: the collector does not see into hooks of tensors."""
+    if (taker := hooks()) is not None and (owner := unit()) is not None:
+        taker.take_gradient(owner, owner.spec.parameters[index], parameter)
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -51,7 +68,22 @@ class InstalledHooks:
         """Of each module so far: hooks of one module need numbers of their own."""
         self._removers: list[Any] = []
 
-    def at_unit(self, unit: UnitSpec, before: HookOfModel, after: HookOfModel) -> None:
+    def in_model(self, unit: UnitInModel, handles: Mapping[ParameterSpec, nn.Parameter], taker: TakesGradients) -> None:
+        """Put the hooks of a unit into the model: those ``around`` its modules, and those of its gradients."""
+        self.at_unit(unit.spec, *unit.around)
+        for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
+            unit.sites += [(module, name, handles[spec], parameter) for module, name in spec.sites]
+            leaves: tuple[nn.Parameter, ...] = parameter, handles[spec]
+            if spec.piece is not None:
+                spec.piece.weight, spec.piece.around, leaves = parameter, unit.around, leaves[1:]
+            if not spec.trainable:
+                continue
+            hook = HookOfModel(_take_gradient, weakref.ref(taker), weakref.ref(unit), index)
+            if spec.piece is not None:
+                spec.piece.on_gradient = hook
+            self.at_gradients(leaves, hook)
+
+    def at_unit(self, unit: UnitSpec, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         """Put a unit's hooks around the forward of its modules."""
         for module in unit.modules:
             # Before all others: one that raises must not leave our hook after the forward without ours before it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -16,11 +16,22 @@ class Listener(Protocol):
     """Receiver of what the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients,
     has weights with other values than before its use."""
 
+    @property
+    def aliased(self) -> Collection[int]:
+        """Units, by index, whose weights others have in other memory: a use of them brings what was written there."""
+
     def begin_use(self, unit: UnitSpec) -> bool:
         """Return whether what is in the window is a copy of the weights, which a change of its bytes does not
         reach."""
 
     def end_use(self, unit: UnitSpec) -> None: ...
+
+    def begin_passing(self) -> None:
+        """A backward comes to units whose weights stay where they are, and which it does not use: see
+        [Note: Backward without uses]."""
+
+    def passed(self, unit: UnitSpec) -> None:
+        """It is done with this one."""
 
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
         """``scale``: what the engine's own backward is still to multiply it by; None in a backward of the user's."""

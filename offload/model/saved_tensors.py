@@ -7,6 +7,11 @@ unit's call. All others are kept as torch keeps them, and a change of them in pl
 [Note: Hooks below] Torch calls the innermost hooks alone. Where the user's own are in force around a unit's forward
 (``save_on_cpu``, a checkpoint), ours hand on to them what they would have been given, weights too, and bring the unit
 in before they are asked to give it back.
+
+[Note: Backward without uses] The weights of a unit that is resident in RAM stay under its parameters between uses: see
+[Note: Windows that stay open]. A node of torch's own reads there what it has saved, and writes nothing: no use begins.
+The first such unit of a backward is reached as others are, and so is each one while some unit is in use in it. A
+Function may do with a weight whatever it likes: it gets it within a use.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from offload.model.hook_context import HookContext
 from offload.model.unit_in_model import ORDINARY, Call, UnitInModel, address_of
 from offload.torch_internals import (
     SavedTensorsHooks,
+    current_node,
     graph_task,
     hooks_step_aside,
     push_saved_tensors_hooks,
@@ -40,9 +46,13 @@ class UsesOfUnits(Protocol):
     context: HookContext
     """The one that computes."""
 
-    def needed(self, call: Call) -> bool:
+    def needed(self, call: Call, *, may_stay: bool = False) -> bool:
         """Have the call's unit in use until the backward that this thread is in has no need of it. False: it is in
-        none, and nothing was done."""
+        none, and nothing was done. ``may_stay``: a node asks for a weight alone, which it finds where it is if it stays
+        there."""
+
+    def finds(self, unit: UnitInModel) -> bool:
+        """The backward that this thread is in finds the unit's weights where they are, and needs no use of it."""
 
     def look(self, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A copy of what ``get`` gives while the call's unit is in use."""
@@ -128,12 +138,16 @@ class SavedTensors:
         if tensor is packed or len(packed) == 2:
             return tensor
         call: Call = packed[2]
-        if call.unit.in_backward and call.context is self.uses.context and not call.unit.reassigned:
-            return tensor  # its unit is in use for this backward, as ``needed`` would find
-        if not self.uses.needed(call):
-            tensor = self.uses.look(call, lambda: tensor)
-        elif call.unit.reassigned:
-            call.unit.check_saved(call, tensor)
+        unit, uses = call.unit, self.uses
+        if call.context is uses.context and not unit.reassigned:
+            if unit.in_backward:
+                return tensor  # its unit is in use for this backward, as ``needed`` would find
+            if uses.finds(unit) and not isinstance(current_node(), BackwardCFunction):
+                return tensor
+        if not uses.needed(call, may_stay=True):
+            tensor = uses.look(call, lambda: tensor)
+        elif unit.reassigned:
+            unit.check_saved(call, tensor)
         if packed[0]._version != version:  # by what was written to another tensor over the parameter's former memory
             raise changed_in_place(packed[0], tensor.shape, version)
         return tensor
@@ -186,7 +200,7 @@ class GivenAgain:
         self._given: dict[int, torch.Tensor] = {}
 
     def __call__(self, packed: Any) -> torch.Tensor:
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if not isinstance(node, BackwardCFunction):
             self._asked, self._given = None, {}
             return self._first(packed)

@@ -60,8 +60,8 @@ class Standing:
             spec
             for spec, handle, backing, module, name in places
             if module._parameters.get(name) is not handle
-            or vars(handle).get("_backing") is not backing
-            or not vars(handle).get("_is_managed")
+            or (own := vars(handle)).get("_backing") is not backing
+            or not own.get("_is_managed")
         )
 
     def _is_itself(self, spec: ParameterSpec) -> bool:

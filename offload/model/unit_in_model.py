@@ -45,9 +45,11 @@ class Call:
         """The hooks of saved tensors that were put in force with its beginning, and those below them."""
         self.has_saved = False
         """Autograd has saved a weight in it, and asks for that in a backward."""
-        self.num_references = num_references(unit.parameters)
+        stays = unit.window.open_at and not unit.is_copy  # beyond the call
+        self.num_references = 0 if stays else num_references(unit.parameters)
         """To the unit's parameters, from before it. Are there more at its end, somebody has kept one: hooks of saved
-        tensors of the unit's own, it may be, which are asked for it in a backward as ours are not."""
+        tensors of the unit's own, it may be, which are asked for it in a backward as ours are not. Nobody needs to be
+        where the weights stay."""
 
     def runs_in(self, context: object) -> bool:
         """It is the one under way in this context: a backward within it finds the weights in use."""
@@ -181,6 +183,11 @@ class UnitInModel:
         """The tensor looks at the memory under its parameters, while it is in forward."""
         return self.begin_address <= address_of(tensor) < self.end_address
 
+    @property
+    def stays(self) -> bool:
+        """Nothing uses it, and its weights are under its parameters all the same."""
+        return self.num_users == 0 and self.window.open_at != 0
+
     def wake(self) -> None:
         """A use begins: its parameters are ordinary ones."""
         for parameter, kind, _ in self._classes:
@@ -258,10 +265,10 @@ class UnitInModel:
         parameter has from its handle: it is where it belongs."""
         with itself():  # the unit may rest
             gradient = parameter.grad
-            if self._shown and any(gradient is shown for _, _, shown in self._shown):
-                return None
-            parameter.grad = None
-            return gradient
+            if not self._shown or all(gradient is not shown for _, _, shown in self._shown):
+                parameter.grad = None
+                return gradient
+        return None
 
     def _show_gradients(self) -> None:
         for _, _, handle, parameter in self.sites:

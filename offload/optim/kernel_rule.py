@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,9 @@ class KernelRule(LooseStates):
         self._dtype = DTYPES[moments]
         self._torch_dtype = TORCH_DTYPES[moments]
         super().__init__()
+        self._last: tuple[Hashable, kernels.Native, Callable[[Tile, int, int, TileBytes], None]]
+        self._last = None, kernels.on_host, lambda tile, start, stop, at: None
+        """The step that was applied last, by what, and that prepared."""
         self._first_value = max((float(group.get("initial_accumulator_value", 0.0)) for group in groups), default=0.0)
         if self._first_value and moments == "int8":
             raise ConfigError("initial_accumulator_value needs moments_dtype fp32 or bf16, not int8")
@@ -115,32 +118,35 @@ class KernelRule(LooseStates):
         return "8-bit moments are updated on the CPU" if self._dtype is kernels.Dtype.INT8 else None
 
     def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
-        into, numel = start - tile.start, tile.stop - tile.start
-        arrays: dict[str, int] = {}
-        coef: Coef = frozen  # type: ignore[assignment]  # of ``freeze``
-        first, each = at.states + numel * self._formats.master, self._state_bytes(numel)
-        for name in coef.states:
-            state = first + self._names.index(name) * each
-            arrays[name] = state + into * self._dtype.itemsize
-            if self._dtype is kernels.Dtype.INT8:
-                scales = state + numel * self._dtype.itemsize
-                arrays[f"{name}_scale"] = scales + into // kernels.CODE_BLOCK * _SCALE_BYTES
-        if self._formats.master:
-            kind = "rest" if self._weight_dtype is kernels.Dtype.BF16 else "master"
-            arrays[kind] = at.states + self.master_offset(tile, start)
-        kernels.update(
-            coef,
-            stop - start,
-            grad=at.grads,
-            grad_dtype=self._grad_dtype,
-            weight=at.weights,
-            weight_dtype=self._weight_dtype,
-            moments_dtype=self._dtype,
-            native=native,
-            weight_shift=at.weights_before - at.weights,
-            states_shift=at.states_before - at.states,
-            **arrays,
-        )
+        last = self._last
+        if last[0] is not frozen or last[1] is not native:
+            last = self._last = frozen, native, self._prepared(frozen, native)  # type: ignore[arg-type]  # of ``freeze``
+        last[2](tile, start, stop, at)
+
+    def _prepared(self, coef: Coef, native: kernels.Native) -> Callable[[Tile, int, int, TileBytes], None]:
+        """``apply`` of this step: small units that follow one another have it in common."""
+        run = kernels.prepare(coef, self._grad_dtype, self._weight_dtype, self._dtype, native)
+        places = [(index, self._names.index(name)) for index, name in enumerate(coef.states)]
+        master_bytes, itemsize = self._formats.master, self._dtype.itemsize
+        is_split, in_codes = self._weight_dtype is kernels.Dtype.BF16, self._dtype is kernels.Dtype.INT8
+
+        def apply(tile: Tile, start: int, stop: int, at: TileBytes) -> None:
+            into, numel = start - tile.start, tile.stop - tile.start
+            states, scales, rest, master = [0, 0, 0], [0, 0, 0], 0, 0
+            first, each = at.states + numel * master_bytes, self._state_bytes(numel)
+            for index, place in places:
+                state = first + place * each
+                states[index] = state + into * itemsize
+                if in_codes:
+                    scales[index] = state + numel * itemsize + into // kernels.CODE_BLOCK * _SCALE_BYTES
+            if master_bytes and is_split:
+                rest = at.states + self.master_offset(tile, start)
+            elif master_bytes:
+                master = at.states + self.master_offset(tile, start)
+            weight_shift, states_shift = at.weights_before - at.weights, at.states_before - at.states
+            run(stop - start, at.grads, at.weights, rest, master, states, scales, weight_shift, states_shift)
+
+        return apply
 
     def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:
         start = max(spec.offset, tile.start) - tile.start

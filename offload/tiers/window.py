@@ -25,6 +25,7 @@ POISON = 0x7FFF
 
 class Window(Protocol):
     """``flat`` is the tensor whose storage the window changes; ``close`` puts poison, or nothing, under it.
+    ``open_at``: the address in host memory that it is open on; 0 also where a use must look.
     ``holds`` tells whether a tensor looks into that storage, while the window is open.
     ``keep``, while it is open: what is in it can be read on when it is closed; in host memory at the same address.
     ``has_copy``: that is a copy of the weights, as it was left. ``drop_copy``: nobody reads it any more.
@@ -38,6 +39,7 @@ class Window(Protocol):
     """
 
     flat: torch.Tensor
+    open_at: int
 
     def holds(self, tensor: torch.Tensor) -> bool: ...
 
@@ -54,7 +56,6 @@ class HostWindow(Window, Protocol):
     """Can be opened on host memory, where it is.
 
     ``copies``: it shows a copy of that memory, and what is written to it goes with the use.
-    ``open_at``: the address that it is open on; 0 also where ``open`` must look.
     ``keeps``: see ``keep``. ``leave`` tells the open window that what it keeps will be no other unit's memory, until
     the window makes the call that is ``left`` with it, and whether the weights are in other memory from now on.
     """
@@ -62,7 +63,6 @@ class HostWindow(Window, Protocol):
     @property
     def copies(self) -> bool: ...
 
-    open_at: int
     keeps: bool
     left: Callable[[], object] | None
 
@@ -75,6 +75,7 @@ class _Holds:
     """Base of all kinds of window."""
 
     flat: torch.Tensor
+    open_at = 0
 
     def holds(self, tensor: torch.Tensor) -> bool:
         try:
@@ -164,7 +165,6 @@ class CopyWindow(_Holds):
     """Frees the storage by resizing and fills it again by copying: for a torch that cannot exchange pointers."""
 
     copies = True
-    open_at = 0
     left: Callable[[], object] | None = None
     """Its memory is its own: it has nothing to leave."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -16,8 +17,13 @@ from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
 from offload.update.step import Segment, UnitUpdate
 
+_first_asked: Callable[[Gradient], float] = attrgetter("first_asked")
+
 _Common = dict[tuple[int, int, float], Hashable]
 """Steps that are frozen, by the ``id`` of the group, the step and the scale."""
+
+_TakingPart = list[tuple[ParameterSpec, Group]]
+"""Parameters of a unit that take part in a step, each with its group."""
 
 
 @dataclass(eq=False)
@@ -72,11 +78,11 @@ class Verdict:
 
     def norm(self) -> float:
         """The norm of all gradients of the coming step; not finite if one of them is not."""
-        return self._added_up({spec: gradient.ask() for spec, gradient in self._present()})
+        return self._added_up(Gradient.ask)
 
     def norm_before_clipping(self) -> float:
         """The same, of each gradient as it was when its norm was first asked for."""
-        return self._added_up({spec: gradient.first_asked for spec, gradient in self._present()})
+        return self._added_up(_first_asked)
 
     def factor(self) -> float:
         """Factor that the coming step's gradients were multiplied by since they came; of the first one, if they
@@ -101,22 +107,22 @@ class Verdict:
         """Freeze what the step does to each unit that has gradients, with the groups' settings as they are now."""
         groups = groups_by_parameter(param_groups)
         common: _Common = {}
-        updates = []
-        gradients_of = {unit: self.gradients.of(unit) for unit in self.units}
-        taking_part = {
-            unit: found for unit in self.units if (found := self._taking_part(unit, gradients_of[unit], groups))
-        }
-        stepping: dict[ParameterSpec, SteppingParameter] = {
-            spec: (self.parameters[spec], group) for found in taking_part.values() for spec, group in found.items()
-        }
+        updates, taking_part = [], []
+        stepping: dict[ParameterSpec, SteppingParameter] = {}
+        for unit in self.units:
+            gradients = self.gradients.of(unit)
+            if gradients and (found := self._taking_part(unit, gradients, groups)):
+                taking_part.append((unit, found, gradients))
+                for spec, group in found:
+                    stepping[spec] = self.parameters[spec], group
         self.rule.begin_step(stepping)
-        for unit, found in taking_part.items():
-            update = self._update(unit, found, gradients_of[unit], common)
+        for unit, found, gradients in taking_part:
+            update = self._update(unit, found, gradients, common)
             if update is not None:
                 updates.append(update)
         for spec in stepping:
             self.num_steps[spec] = self.num_steps.get(spec, 0) + 1
-        self.stepping, self.stepping_units = list(stepping), list(taking_part)
+        self.stepping, self.stepping_units = list(stepping), [unit for unit, _, _ in taking_part]
         return updates
 
     def freeze_unit(self, unit: UnitSpec, groups: dict[int, Group], factor: float) -> UnitUpdate | None:
@@ -133,7 +139,7 @@ class Verdict:
     def _update(
         self,
         unit: UnitSpec,
-        taking_part: dict[ParameterSpec, Group],
+        taking_part: _TakingPart,
         gradients: Mapping[ParameterSpec, Gradient],
         common: _Common,
         factor: float = 1.0,
@@ -141,7 +147,7 @@ class Verdict:
         segments: list[Segment] = []
         start = stop = -1
         last: Hashable = None
-        for spec, group in taking_part.items():
+        for spec, group in taking_part:
             if not spec.numel:
                 continue
             frozen = self._frozen(spec, group, common, gradients[spec].scale * factor)
@@ -154,17 +160,18 @@ class Verdict:
         if stop < 0:
             return None
         segments.append(Segment(start, stop, last))
-        return UnitUpdate(unit, tuple(segments), tuple(map(gradients.__getitem__, taking_part)))
+        return UnitUpdate(unit, tuple(segments), tuple([gradients[spec] for spec, _ in taking_part]))
 
     def _taking_part(
         self, unit: UnitSpec, gradients: Mapping[ParameterSpec, Gradient], groups: dict[int, Group]
-    ) -> dict[ParameterSpec, Group]:
+    ) -> _TakingPart:
         """The unit's parameters that have a gradient and a group."""
-        found = {}
+        found = []
         for spec in unit.parameters:
-            group = groups.get(id(self.parameters[spec]))
-            if spec in gradients and group is not None:
-                found[spec] = group
+            if spec in gradients:
+                group = groups.get(id(self.parameters[spec]))
+                if group is not None:
+                    found.append((spec, group))
         return found
 
     def _frozen(self, spec: ParameterSpec, group: Group, common: _Common, scale: float) -> Hashable:
@@ -173,17 +180,19 @@ class Verdict:
         if not self.rule.uniform:
             return self.rule.freeze(spec, group, step, scale)
         key = (id(group), step, scale)
-        if key not in common:
-            common[key] = self.rule.freeze(spec, group, step, scale)
-        return common[key]
+        frozen = common.get(key)
+        if frozen is None:
+            frozen = common[key] = self.rule.freeze(spec, group, step, scale)
+        return frozen
 
     def _present(self) -> list[tuple[ParameterSpec, Gradient]]:
         return self.gradients.of_all()
 
-    def _added_up(self, norms_squared: dict[ParameterSpec, float]) -> float:
-        total = 0.0
+    def _added_up(self, norm_squared: Callable[[Gradient], float]) -> float:
+        present, total = dict(self._present()), 0.0
         for spec in self.named_order:  # not ``sum``, whose last bits depend on the release of Python
-            total += norms_squared.get(spec, 0.0)
+            if spec in present:
+                total += norm_squared(present[spec])
         return math.sqrt(total)
 
 

@@ -839,7 +839,7 @@ def test_what_a_step_has_used_can_be_read_only_if_no_rank_has_spilled_its_part()
         store = GradientStore([HostGradients(memory.address, torch.float32)], spilled_by_ranks=spilled_by_ranks)
         store.take(unit, small, random(small, 1))
         assert store.is_kept(unit, small)
-        store.use_up(unit, [small])
+        store.use_up(unit, {small})
         assert store.is_kept(unit, small) is not bool(spilled_by_ranks)
         if spilled_by_ranks:
             with pytest.raises(OffloadError, match="was used by the last step"):

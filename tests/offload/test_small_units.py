@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +21,18 @@ from offload.report.meter import Meter
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.weights.pin import UnitState
 from offload.tiers.window import POISON, CopyWindow, SwapWindow
-from offload.torch_internals import can_swap_memory
+from offload.torch_internals import can_swap_memory, graph_task
 from offload.units import Tile, UnitSpec
 from offload.update.step import Segment, UnitUpdate
 from offload.update.together import GRAIN, Together, can_take
 from offload.uses import HostWindows
+from swapper import OffloadError
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import bench_units
 
-MOST_CALLS = 142
+MOST_CALLS = 121
 """Of Python functions, for one unit and step beyond plain PyTorch; there were 323 before each was looked at."""
 
 swaps = pytest.mark.skipif(not can_swap_memory(), reason="windows are copies there")
@@ -160,3 +163,95 @@ def test_a_window_that_copies_does_not_stay_open():
     windows.open(pin)
     windows.close(pin)
     assert not window.has_copy()
+
+
+class Scaled(torch.autograd.Function):
+    """A product whose backward writes to the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        result = gradients[0] * weight, (gradients[0] * x).sum(0)
+        weight.mul_(0.5)
+        return result
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((4,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+def uses_of(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """The uses that begin from now on: the unit, and whether a backward runs."""
+    uses: list[tuple[str, bool]] = []
+    passes = engine._session.trained.step.passes
+    begin = passes.begin_use
+
+    def begin_use(unit: UnitSpec) -> bool:
+        uses.append((unit.name, graph_task() != -1))
+        return begin(unit)
+
+    monkeypatch.setattr(passes, "begin_use", begin_use)
+    return uses
+
+
+@swaps
+def test_a_backward_uses_no_resident_units_but_those_that_a_function_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Scale(), torch.nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with OffloadEngine(model, nvme_path=tmp_path, host_memory="64MiB", optimizer="sgd", lr=0.1) as engine:
+        uses = uses_of(engine, monkeypatch)
+        for step in range(4):
+            if step == 1:
+                uses.clear()  # parameters that rest for the first time are new to whoever counts references to them
+            x = torch.full((2, 4), 1.0 + step)
+            model(x).sum().backward()
+            plain(x).sum().backward()
+            engine.optimizer.step()
+            optimizer.step()
+            for one in (engine.optimizer, optimizer):
+                one.zero_grad()
+        names = [unit.spec.name for unit in engine._session.parts.hooks.units]
+        assert uses == [*((name, False) for name in names), (names[1], True)] * 3
+        engine.synchronize()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.detach(), theirs)
+        compute = [span.name for span in engine._session.parts.meter.trace.last if span.track == "compute"]
+        assert sorted(compute) == sorted([*names, *names])
+
+
+@swaps
+def test_two_threads_cannot_go_backward_at_once_where_no_unit_is_used(tmp_path: Path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with OffloadEngine(model, nvme_path=tmp_path, host_memory="64MiB", lr=1e-3):
+        losses = [model(torch.ones(1, 4)).sum() for _ in range(2)]
+        errors: list[BaseException] = []
+
+        def other() -> None:
+            try:
+                losses[1].backward()
+            except OffloadError as error:
+                errors.append(error)
+
+        def in_another_thread(_: object) -> None:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+        handle = model[0].bias.register_post_accumulate_grad_hook(in_another_thread)
+        losses[0].backward()
+        handle.remove()
+        assert [str(error)[:29] for error in errors] == ["two threads run the model at "]

@@ -14,7 +14,7 @@ collectives has scattered it, and free else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -171,7 +171,7 @@ class GradientExchange:
         self._unsettled = True
         self.sink.restored()
 
-    def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
+    def use_up(self, unit: UnitSpec, specs: Set[ParameterSpec]) -> None:
         """``specs`` are those of the rank's shards."""
         self._drop(unit)
         self.sink.use_up(self.shards[unit.index], specs)

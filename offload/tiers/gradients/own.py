@@ -7,7 +7,7 @@ and before norms are asked for, what is in them is brought to where gradients ar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Set
 
 import torch
 
@@ -107,7 +107,7 @@ class OwnGradients:
         self.of_spec.clear()
         self._sink.restored()
 
-    def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
+    def use_up(self, unit: UnitSpec, specs: Set[ParameterSpec]) -> None:
         """They stay: in PyTorch a step leaves gradients as they are."""
         self._sink.use_up(unit, specs)
 

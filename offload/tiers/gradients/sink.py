@@ -19,7 +19,7 @@ the unit's last copy has come. A buffer that another unit needs sooner is spille
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,7 +55,7 @@ class GradientSink(Protocol):
     def restored(self) -> None:
         """Gradients of a checkpoint, which all ranks load, have taken the place of those in the store."""
 
-    def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
+    def use_up(self, unit: UnitSpec, specs: Set[ParameterSpec]) -> None:
         """The gradients of these parameters of the unit belong to a step now: the next ones begin new sums."""
 
     def forget(self, unit: UnitSpec) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -49,14 +49,17 @@ class Gradient:
     ) -> None:
         """It comes with this scale if nothing else is said, and is another one than all before without an
         ``origin``."""
-        self.sum_squares, self.scale, self.first_asked, self.own_squares = sum_squares, scale, first_asked, own_squares
-        self.came_with = scale if math.isnan(came_with) else came_with
+        self.sum_squares = sum_squares
+        self.scale = scale
+        self.first_asked = first_asked
+        self.own_squares = own_squares
+        self.came_with = scale if came_with != came_with else came_with
         self.origin = object() if origin is None else origin
 
     def ask(self) -> float:
         """``norm_squared``, for a verdict or for clipping."""
         now = self.sum_squares * self.scale * self.scale
-        if math.isnan(self.first_asked):
+        if self.first_asked != self.first_asked:  # it is NaN
             self.first_asked = now
         return now
 
@@ -216,9 +219,9 @@ class GradientStore:
     def restored(self) -> None:
         self._num_changes += 1
 
-    def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
+    def use_up(self, unit: UnitSpec, specs: Set[ParameterSpec]) -> None:
         of = self._of[unit.index]
-        if all(map(specs.__contains__, of.known)):
+        if of.known.keys() <= specs:
             of.used, of.known = of.known, {}
         else:
             of.used = {spec: gradient for spec, gradient in of.known.items() if spec in specs}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -146,7 +146,7 @@ class GradientTransport:
     def restored(self) -> None:
         self.store.restored()
 
-    def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
+    def use_up(self, unit: UnitSpec, specs: Set[ParameterSpec]) -> None:
         self._num_taken[unit.index] += 1
         self._begun.difference_update(specs)
         self.store.use_up(unit, specs)

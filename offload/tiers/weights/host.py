@@ -125,6 +125,11 @@ class HostLevel(CacheLevel[HostPlace]):
         self._updates = [self.pin(unit, Purpose.UPDATE) for unit in units]
 
     @property
+    def all_are_resident(self) -> bool:
+        """No unit passes through slots."""
+        return not self._streams
+
+    @property
     def added_bytes(self) -> int:
         """Host memory of slots beyond the plan."""
         return self.carrier.added_bytes
