@@ -37,9 +37,9 @@ MODELS: dict[str, Any] = {
 here); the same by other names; norms (one more); these and biases of norms; matrices (transposed)."""
 
 
-def lora(architecture: str = "llama") -> Any:
+def lora(architecture: str = "llama", **options: Any) -> Any:
     layers = ["c_attn"] if architecture == "gpt2" else ["q_proj", "v_proj"]
-    return peft.LoraConfig(r=4, target_modules=layers, task_type="CAUSAL_LM")
+    return peft.LoraConfig(r=4, target_modules=layers, task_type="CAUSAL_LM", **options)
 
 
 def file_of(tmp_path: Path, architecture: str, kind: Any = "Q4_K", config: Any = None) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def generated(model: Any) -> torch.Tensor:
     return model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False)  # type: ignore[no-any-return]
 
 
-def adapted(model: Any, architecture: str) -> Any:
+def adapted(model: Any, architecture: str, **options: Any) -> Any:
     torch.manual_seed(1)
-    return peft.get_peft_model(model, lora(architecture), autocast_adapter_dtype=False)
+    return peft.get_peft_model(model, lora(architecture, **options), autocast_adapter_dtype=False)
 
 
 @pytest.mark.one_in(2)
@@ -109,6 +109,16 @@ def test_an_adapter_trains_over_a_file_as_over_the_dequantised_model(architectur
     assert file.read_bytes() == content and file.stat().st_mtime_ns == before.st_mtime_ns
     again = peft.PeftModel.from_pretrained(ordinary(tmp_path, options), tmp_path / "adapter")
     assert torch.equal(generated(again), tokens)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_dora_begins_with_the_norms_of_a_file_and_trains_over_it(architecture: str, tmp_path: Path) -> None:
+    options = file_of(tmp_path, architecture)
+    with OffloadEngine(adapted(ordinary(tmp_path, options), architecture, use_dora=True), lr=1e-2) as engine:
+        expected = losses(engine)
+    with over_least(tmp_path, options, peft_config=lora(architecture, use_dora=True)) as engine:
+        assert losses(engine) == expected
+        assert engine.plan.in_place_bytes > (tmp_path / "model.gguf").stat().st_size // 2
 
 
 def test_of_experts_in_a_file_a_few_are_in_memory(tmp_path: Path) -> None:
