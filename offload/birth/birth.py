@@ -63,24 +63,31 @@ class Birth:
     def in_place(self, unit: UnitSpec, dtype: torch.dtype) -> UnitSpec:
         """The unit, or a rank's shard of one, which knows where its frozen weights lie in the files, if all of them lie
         there in this dtype as they are."""
+        if not any(map(self.is_read, _frozen(unit))) or self.why_copied(unit, dtype) is not None:
+            return unit
         parts: list[FilePart] = []
-        for spec in unit.parameters:
-            if spec.trainable or not spec.numel:
-                continue
-            origin = self._origins.get(spec.owners[0])
-            if origin is None or origin.dtype != dtype or not origin.parts:
-                return unit
+        for spec in _frozen(unit):
+            origin = self._origins[spec.owners[0]]
             for begin, end, at in spec.places(dtype):
                 base = spec.offset * dtype.itemsize + at
                 found = origin.parts_within(begin, end)
                 parts += [replace(part, offset=part.offset + base) for part in found]
         return replace(unit, in_files=tuple(parts))
 
-    def is_cast(self, unit: UnitSpec, dtype: torch.dtype) -> bool:
-        """Frozen weights of the unit lie in files, in another dtype than this or the model's."""
-        frozen = (spec.owners[0] for spec in unit.parameters if not spec.trainable and spec.owners[0] in self._read)
-        origins = [self._origins[site] for site in frozen]
-        return any(origin.dtype is not None and (origin.dtype != dtype or not origin.parts) for origin in origins)
+    def why_copied(self, unit: UnitSpec, dtype: torch.dtype) -> str | None:
+        """Say why the unit's frozen weights cannot be read in this dtype where they lie in the files; None if they can,
+        or if there are none in the files."""
+        if not any(map(self.is_read, _frozen(unit))):
+            return None
+        for spec in _frozen(unit):
+            origin = self._origins.get(spec.owners[0])
+            if origin is None or not self.is_read(spec):
+                return f"{spec.name} is not in the files"
+            if not origin.parts:
+                return f"{spec.name} {origin.made}"
+            if origin.dtype != dtype:
+                return f"{spec.name} is {origin.dtype} in the files, and {dtype} in the engine"
+        return None
 
     @property
     def headers(self) -> list[tuple[int, int]]:
@@ -168,6 +175,11 @@ class Birth:
         if own is None or before is None:
             return tensor_of(site), origin.whole
         return before, partial(_dequantised, Packing(own.detach()), origin)
+
+
+def _frozen(unit: UnitSpec) -> list[ParameterSpec]:
+    """Parameters of the unit that are not trained."""
+    return [spec for spec in unit.parameters if not spec.trainable and spec.numel]
 
 
 def _dequantised(packing: Packing, origin: Origin) -> torch.Tensor:

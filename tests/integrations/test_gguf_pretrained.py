@@ -169,6 +169,14 @@ def test_biases_of_queries_and_keys_are_in_the_order_of_their_rows(tmp_path: Pat
         assert all(torch.equal(found[name].detach()[...], value) for name, value in values.items())
 
 
+def test_a_unit_that_has_to_be_copied_is_named_with_its_bytes_and_why(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_embd=256, n_layer=8, n_head=4, vocab_size=100)
+    options = file_of(tmp_path, "gpt2", config=config)
+    why = r"transformer\.h\.0, .* bytes .*: .*c_attn\.base_layer\.weight is put together"
+    with pytest.warns(UserWarning, match=why), over_least(tmp_path, options, peft_config=lora("gpt2")) as engine:
+        assert engine.plan.streams
+
+
 def test_all_of_it_can_be_trained(tmp_path: Path) -> None:
     options = file_of(tmp_path, "llama")
     with OffloadEngine(ordinary(tmp_path, options), lr=1e-2) as engine:

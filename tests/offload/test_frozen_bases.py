@@ -74,7 +74,7 @@ class _Model(nn.Module):
         return self.head(self.blocks(self.embed(tokens)))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("num_frozen", [0, 3])
+@pytest.mark.parametrize("num_frozen", [0, 6])
 def test_a_step_reads_what_the_plan_says(num_frozen: int, tmp_path: Path, nvme: Path) -> None:
     torch.manual_seed(0)
     base = in_shards(_Model(num_frozen).to(torch.bfloat16).state_dict(), tmp_path / "base")
@@ -91,12 +91,16 @@ def test_a_step_reads_what_the_plan_says(num_frozen: int, tmp_path: Path, nvme: 
             planned = engine.plan.step_read_bytes
             whole = 2 * engine.plan.in_place_bytes
     assert planned < whole  # the embedding and the first blocks are not read in backward, what lies there neither
-    assert sum(read[2:]) == pytest.approx(count * planned, rel=0.05)
+    assert sum(read[2:]) == pytest.approx(count * planned, rel=0.1)  # updates of tiny models race with forward
 
 
 def test_weights_that_would_have_to_be_cast_are_copied_and_that_is_said(tmp_path: Path, nvme: Path) -> None:
     base = in_shards(build(torch.float32).state_dict(), tmp_path / "fp32")
-    with pytest.warns(UserWarning, match=r"frozen weights of 8 units \(0, \.\.\.\) in another dtype .* copied"):
+    said = (
+        r"frozen weights of 8 units, 1,081,344 bytes .* copied to nvme_path \(0, 135,168 bytes .*: 0.base.weight is "
+        r"torch.float32 in the files, which the model's torch.bfloat16 rounds; .*; and 5 units more\)"
+    )
+    with pytest.warns(UserWarning, match=said):
         engine = in_place(base, nvme)
     with engine:
         assert not engine.plan.files
