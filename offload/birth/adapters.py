@@ -82,7 +82,7 @@ def in_dtypes_of_layers() -> Iterator[None]:
     """Adapters that ``peft`` puts in are in the dtype of their layers, as in memory: on the meta device it leaves them
     in fp32, and what it works out from them would be rounded otherwise."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
-    kind = getattr(tuners, "BaseTunerLayer", None)
+    kind: Any = getattr(tuners, "BaseTunerLayer", None)
     known = getattr(kind, "_move_adapter_to_device_of_base_layer", None)
     if known is None:
         yield

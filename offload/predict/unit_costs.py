@@ -38,7 +38,7 @@ def works_of(
     stays = 1.0
     if plan.device.all_bytes:
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
-    works = []
+    works: list[UnitWork] = []
     for item, (forward, backward), unit, (share, kept) in zip(plan.units, compute, whole, keeping, strict=True):
         one, uses = UnitBytes.of(item, plan), 2 if is_tied(unit) else 1
         per_element = 0.0 if item.weights is Tier.DEVICE else formats.weights / machine.device.link
