@@ -65,10 +65,12 @@ class Session:
         return self.parts.growth.plan
 
     def plan_so_far(self) -> Plan:
-        """The plan for steps whose tokens are sent to as many experts as of late, and whose micro-batches run together
-        if they did so last."""
-        plan = self.plan.with_use(*self.parts.tiers.host.cache.experts.recent)
-        passes = self.parts.together.passes
+        """The plan for steps whose tokens are sent to as many experts as of late, that use units in the order of the
+        last one, and whose micro-batches run together if they did so last."""
+        cache, passes = self.parts.tiers.host.cache, self.parts.together.passes
+        plan = self.plan.with_use(*cache.experts.recent)
+        if not plan.device.computes:  # which keeps units of its own
+            plan = replace(plan, first_uses=tuple(cache.first_use(item.unit) for item in plan.units))
         return plan if passes is None else replace(plan, passes=passes)
 
     @property

@@ -1,5 +1,6 @@
 """Everything private of torch that the engine stands on, in one place, tried before it is trusted. What ranks need of
-``torch.distributed`` is in ``ranks/torch_distributed.py``, of ``torch.compile`` in ``model/outside_of_graphs.py``.
+``torch.distributed`` is in ``ranks/torch_distributed.py``, of ``torch.compile`` in ``model/outside_of_graphs.py``, of
+TorchScript in ``model/scripted.py``.
 
 ``check`` runs each once, before the first engine is made. What has no fallback raises ``TorchUnsupported`` with torch's
 version, instead of a wrong number or a crash later on.

@@ -28,13 +28,13 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
 
 
-def llama(num_layers: int = 4) -> nn.Module:
+def llama(num_layers: int = 4, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=300, max_position_embeddings=64,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    return transformers.LlamaForCausalLM(config).to(dtype)
 
 
 def _to_nf4(model: nn.Module) -> None:
@@ -53,16 +53,31 @@ QUANTISED: dict[str, Callable[[nn.Module], object]] = {
 ADAPTERS: dict[str, Callable[[], peft.PeftConfig]] = {
     "LoRA": lambda: peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=TARGETS),
     "DoRA": lambda: peft.LoraConfig(r=4, init_lora_weights=False, use_dora=True, target_modules=TARGETS),
+    "DoRA that drops": lambda: peft.LoraConfig(r=4, use_dora=True, lora_dropout=0.1, target_modules=TARGETS),
     "IA3": lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
 }
 
+WITH_COPIES: dict[str, Callable[[], peft.PeftConfig]] = {
+    "a head of its own": lambda: peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"]),
+}
+"""Adapters that train copies of layers."""
 
-def adapted(adapter: str = "LoRA", base: str = "bf16", num_layers: int = 4) -> Any:
-    """The Llama with quantised blocks and an adapter, the same each time."""
-    model = llama(num_layers)
+
+def adapted(
+    adapter: str = "LoRA",
+    base: str = "bf16",
+    num_layers: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    scale: float = 1.0,
+) -> Any:
+    """The Llama, its weights times ``scale``, with quantised blocks and an adapter, the same each time."""
+    model = llama(num_layers, dtype)
+    with torch.no_grad():
+        for parameter in model.parameters() if scale != 1.0 else ():
+            parameter.mul_(scale)
     QUANTISED[base](model.model.layers)
     torch.manual_seed(1)
-    return peft.get_peft_model(model, ADAPTERS[adapter](), autocast_adapter_dtype=False)
+    return peft.get_peft_model(model, (ADAPTERS | WITH_COPIES)[adapter](), autocast_adapter_dtype=False)
 
 
 def on_nvme(make: Callable[[], nn.Module], path: Path, **options: Any) -> OffloadEngine:

@@ -27,6 +27,9 @@ from offload.ranks.world import Peers, World, find_peers, find_world, local_inde
 from offload.units import Distribution, UnitSpec, shard_unit
 from offload.units.distributed_tensor import check_peers
 from offload.units.find import find_units
+from swapper import readable_bytes
+
+_COPIED_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -90,15 +93,28 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World, birth: Birth)
     _refuse_disagreement(model, given, units, choice, world, birth)
     _refuse_quantised_elsewhere(units, given, processor.torch_device)
     plan = plan_for(config, units, choice, processor, world, shards)
-    streamed = (item.unit for item in plan.units if item.weights is Tier.NVME)
-    cast = [unit.name for unit in streamed if birth.is_cast(unit, config.dtype)]
-    if cast:
-        warn(
-            f"the weights files have frozen weights of {len(cast)} units ({cast[0]}, ...) in another dtype than the "
-            f"model and precision={config.precision!r}: they are cast, and copied to nvme_path. Files in that dtype "
-            "are read in place"
-        )
+    _say_what_is_copied(plan, birth, config.dtype)
     return RunPlan(config, world, parts, sharers, cores, processor, units, shards, choice, plan)
+
+
+def _say_what_is_copied(plan: Plan, birth: Birth, dtype: torch.dtype) -> None:
+    """Warn of units on NVMe whose frozen weights are in files, and cannot be read there."""
+    copied: list[str] = []
+    nbytes = 0
+    for unit in (item.unit for item in plan.units if item.weights is Tier.NVME):
+        why = birth.why_copied(unit, dtype)
+        if why is not None:
+            of_unit = (unit.numel - unit.trainable_numel) * plan.formats.weights
+            copied.append(f"{unit.name}, {readable_bytes(of_unit)}: {why}")
+            nbytes += of_unit
+    if not copied:
+        return
+    more = f"; and {len(copied) - _COPIED_SHOWN} units more" if len(copied) > _COPIED_SHOWN else ""
+    warn(
+        f"frozen weights of {len(copied)} units, {readable_bytes(nbytes)}, are not read where they lie in the files: "
+        f"they are copied to nvme_path ({'; '.join(copied[:_COPIED_SHOWN])}{more}). Files that hold them as the engine "
+        f"computes with them, in {dtype} and in the model's own layout, are read in place"
+    )
 
 
 def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig, device: torch.device) -> None:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from offload.birth import hugging_face
-from offload.birth.adapters import without_adapters
-from offload.birth.initialise import forget, initialise, initialise_missing, recorded, sites_of, tensor_of
+from offload.birth import adapters, hugging_face
+from offload.birth.initialise import (
+    forget,
+    give,
+    initialise,
+    initialise_missing,
+    recorded,
+    sites_of,
+    tensor_of,
+    without_value,
+)
 from offload.birth.origin import Origin
 from offload.birth.stored import origins_in
 from offload.birth.weights import Weights
 from offload.memory import trim_heap
-from offload.units import ParameterSpec, Site, UnitSpec
+from offload.quantised import QuantisedWeight
+from offload.units import Packing, ParameterSpec, Site, UnitSpec
 from swapper import FilePart
 
 
@@ -53,24 +63,31 @@ class Birth:
     def in_place(self, unit: UnitSpec, dtype: torch.dtype) -> UnitSpec:
         """The unit, or a rank's shard of one, which knows where its frozen weights lie in the files, if all of them lie
         there in this dtype as they are."""
+        if not any(map(self.is_read, _frozen(unit))) or self.why_copied(unit, dtype) is not None:
+            return unit
         parts: list[FilePart] = []
-        for spec in unit.parameters:
-            if spec.trainable or not spec.numel:
-                continue
-            origin = self._origins.get(spec.owners[0])
-            if origin is None or origin.dtype != dtype or not origin.parts:
-                return unit
+        for spec in _frozen(unit):
+            origin = self._origins[spec.owners[0]]
             for begin, end, at in spec.places(dtype):
                 base = spec.offset * dtype.itemsize + at
                 found = origin.parts_within(begin, end)
                 parts += [replace(part, offset=part.offset + base) for part in found]
         return replace(unit, in_files=tuple(parts))
 
-    def is_cast(self, unit: UnitSpec, dtype: torch.dtype) -> bool:
-        """Frozen weights of the unit lie in files, in another dtype than this or the model's."""
-        frozen = (spec.owners[0] for spec in unit.parameters if not spec.trainable and spec.owners[0] in self._read)
-        origins = [self._origins[site] for site in frozen]
-        return any(origin.dtype is not None and (origin.dtype != dtype or not origin.parts) for origin in origins)
+    def why_copied(self, unit: UnitSpec, dtype: torch.dtype) -> str | None:
+        """Say why the unit's frozen weights cannot be read in this dtype where they lie in the files; None if they can,
+        or if there are none in the files."""
+        if not any(map(self.is_read, _frozen(unit))):
+            return None
+        for spec in _frozen(unit):
+            origin = self._origins.get(spec.owners[0])
+            if origin is None or not self.is_read(spec):
+                return f"{spec.name} is not in the files"
+            if not origin.parts:
+                return f"{spec.name} {origin.made}"
+            if origin.dtype != dtype:
+                return f"{spec.name} is {origin.dtype} in the files, and {dtype} in the engine"
+        return None
 
     @property
     def headers(self) -> list[tuple[int, int]]:
@@ -134,14 +151,41 @@ class Birth:
         rest = {site for site in sites_of(model) if site not in self._read and tensor_of(site).device.type == "meta"}
         if self._weights is None:
             return initialise(model, rest)
-        found: Mapping[Site, Origin] = {}
-        base = without_adapters(model)
+        base = adapters.without_adapters(model)
+        of_adapters = recorded(model, rest) if base is not model else {}
+        rest -= of_adapters.keys()
+        missing = initialise_missing if hugging_face.is_pretrained(base) else initialise
+        found = {**of_adapters, **missing(model, rest)}
         if base is not model:
-            found = recorded(model, rest)
-            rest -= found.keys()
-        if hugging_face.is_pretrained(base):
-            return {**found, **initialise_missing(model, rest)}
-        return {**found, **initialise(model, rest)}
+            self._compute_adapters(base, {**self._origins, **found})
+        return found
+
+    def _compute_adapters(self, base: nn.Module, origins: Mapping[Site, Origin]) -> None:
+        """Have what adapters begin with computed from the values that the weights of ``base`` have. Raises
+        ``ConfigError`` where it is not known how."""
+        sites = set(adapters.sites_by_name(base).values()) & origins.keys()
+        give(self._model, (self._with_numbers(site, origins[site]) for site in sites))
+        computed = {site: what for what, site in adapters.computed(base)}
+        for site in without_value(self._model, computed):
+            raise adapters.without_value(computed[site])
+
+    def _with_numbers(self, site: Site, origin: Origin) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        """The tensor that the model had there at first, and its value as the model computes with it."""
+        own, before = self._replaced.get(site, (None, None))
+        if own is None or before is None:
+            return tensor_of(site), origin.whole
+        return before, partial(_dequantised, Packing(own.detach()), origin)
+
+
+def _frozen(unit: UnitSpec) -> list[ParameterSpec]:
+    """Parameters of the unit that are not trained."""
+    return [spec for spec in unit.parameters if not spec.trainable and spec.numel]
+
+
+def _dequantised(packing: Packing, origin: Origin) -> torch.Tensor:
+    value = packing.over(origin.whole())
+    assert isinstance(value, QuantisedWeight)
+    return value.dequantize()
 
 
 @torch.no_grad()

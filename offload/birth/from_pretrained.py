@@ -104,11 +104,7 @@ def _adapted(model: Any, peft_config: Any) -> Any:
         from peft import get_peft_model
     except ImportError:
         raise ConfigError("peft_config: peft is missing, which makes the adapter (pip install peft)") from None
-    adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(model.dtype)  # without memory peft leaves it in fp32
-    return adapted
+    return get_peft_model(model, peft_config, autocast_adapter_dtype=False)
 
 
 def _keep_dtypes(model: Any) -> None:

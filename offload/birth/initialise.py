@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.birth import hugging_face
-from offload.birth.adapters import without_adapters
+from offload.birth.adapters import in_dtypes_of_layers, without_adapters
 from offload.birth.origin import Origin
 from offload.birth.recording import Recording, Shapes
 from offload.errors import ConfigError
@@ -43,7 +43,7 @@ def shapes_of(build: Callable[[], _Model]) -> _Model:
 
 def _built(recording: Recording, build: Callable[[], _Model]) -> _Model:
     try:
-        with recording:
+        with recording, in_dtypes_of_layers():
             model = build()
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
@@ -82,13 +82,35 @@ def initialise(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
 
 def recorded(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
     """The origins of those of these sites' tensors that ``deferred_init`` has filled, of the model or of parts."""
-    built = [_recordings[module] for module in model.modules() if module in _recordings]
     return {
         site: _recorded(recording, tensor_of(site))
         for site in wanted
-        for recording in built
+        for recording in _recordings_of(model)
         if recording.fills(tensor_of(site))
     }
+
+
+def give(model: nn.Module, values: Iterable[tuple[torch.Tensor, Callable[[], torch.Tensor]]]) -> None:
+    """Tensors on the meta device of a model that ``deferred_init`` has built have these values, whatever was recorded.
+    What was computed from them is computed from these."""
+    for tensor, value in values:
+        for recording in _recordings_of(model):
+            recording.give(tensor, value)
+
+
+def without_value(model: nn.Module, sites: Iterable[Site]) -> set[Site]:
+    """Those of these sites whose values are not known: they were not recorded, or depend on values in whose place
+    others were given."""
+    lost = set(sites)
+    for recording in _recordings_of(model):
+        filled = {id(tensor_of(site)): site for site in lost if recording.fills(tensor_of(site))}
+        unknown = {id(tensor) for tensor in recording.without_value([tensor_of(site) for site in filled.values()])}
+        lost -= {site for key, site in filled.items() if key not in unknown}
+    return lost
+
+
+def _recordings_of(model: nn.Module) -> list[Recording]:
+    return [_recordings[module] for module in model.modules() if module in _recordings]
 
 
 def initialise_missing(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:

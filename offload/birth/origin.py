@@ -25,6 +25,8 @@ class Origin:
     """Dtype in which the value lies in ``parts``."""
     parts: tuple[FilePart, ...] = ()
     """Parts of files that hold the value, flat and as it is; none if it is made of what is there."""
+    made: str = ""
+    """How it is made then, in words."""
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """The rows ``[start, stop)`` of the value."""

@@ -10,7 +10,7 @@ Calls that fill a tensor in order are made in pieces: see [Note: Pieces of one d
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,11 +73,34 @@ class Recording(TorchDispatchMode):
         self._storages: dict[int, torch.UntypedStorage] = {}
         """Held, because another storage could get the address of one that is gone."""
         self._last: dict[int, torch.UntypedStorage] = {}
+        self._given: dict[int, tuple[_Layout, Callable[[], Tensor]]] = {}
         self._kept_pieces = KeptPieces()
 
     def fills(self, tensor: Tensor) -> bool:
         """Something was written to the tensor's storage."""
         return _key(tensor) in self._writers
+
+    def give(self, tensor: Tensor, value: Callable[[], Tensor]) -> None:
+        """Whatever was done to the tensor, it holds ``value()``, which is asked for each time that another one's value
+        depends on it."""
+        self._hold([tensor])
+        self._given[_key(tensor)] = self._layout(tensor), value
+
+    def without_value(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the tensors that depend on what no other has in the end: on values in whose place others were
+        given, or on memory that nothing was written to."""
+        replaced = set().union(*map(self._calls_behind, self._given))
+        found = []
+        for tensor in tensors:
+            calls = self._calls_behind(_key(tensor))
+            if calls & replaced or any(self._reads_nothing(index) for index in calls):
+                found.append(tensor)
+        return found
+
+    def _reads_nothing(self, index: int) -> bool:
+        """The call reads memory that nothing was written to before, and that it does not write to."""
+        reads = self._calls[index].reads - self._given.keys()
+        return any(self._writers.get(read, [index + 1])[0] > index for read in reads)
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return what a tensor on the meta device would hold, in host memory. Drawing from the generators of the
@@ -175,6 +198,14 @@ class Recording(TorchDispatchMode):
     def _memory_for(self, key: int) -> torch.UntypedStorage:
         return passing_tensor(self._storages[key].nbytes()).untyped_storage()
 
+    def _beginning_of(self, key: int) -> torch.UntypedStorage:
+        """Memory for a storage, with what was given for it."""
+        storage = self._memory_for(key)
+        if key in self._given:
+            layout, value = self._given[key]
+            _tensor_in({key: storage}, layout).copy_(value())
+        return storage
+
     def _kept(self, item: Any) -> Any:
         """An argument as a call keeps it: what lies in memory as it is now, since it may change."""
         if isinstance(item, Tensor):
@@ -192,7 +223,7 @@ class Recording(TorchDispatchMode):
             call = self._calls[index]
             for read in call.reads:
                 if read not in storages:
-                    storages[read] = self._memory_for(read)
+                    storages[read] = self._beginning_of(read)
             if call.draw is not None:
                 call.draw.fill(_tensor_in(storages, call.arguments[0][0]))
                 continue
@@ -204,7 +235,8 @@ class Recording(TorchDispatchMode):
         return storages[key]
 
     def _calls_behind(self, key: int) -> set[int]:
-        """The indices of the calls without which the storage would not be what it is at the end."""
+        """The indices of the calls without which the storage would not be what it is at the end. What was given to
+        others needs no call."""
         needed: set[int] = set()
         seen: set[tuple[int, int]] = set()
         waiting = [(key, len(self._calls))]
@@ -218,7 +250,7 @@ class Recording(TorchDispatchMode):
                     continue
                 needed.add(index)
                 call = self._calls[index]
-                waiting.extend((other, index) for other in call.reads if other != storage)
+                waiting.extend((other, index) for other in call.reads - self._given.keys() if other != storage)
                 if call.overwrites or storage in call.fresh:
                     break
         return needed

@@ -21,7 +21,6 @@ from offload.birth.weights import Weights
 from offload.birth.weights_file import StackedTensor, StoredTensor
 from offload.errors import ConfigError, WeightsError, warn
 from offload.units import Site
-from swapper import FilePart
 
 Item = StoredTensor | StackedTensor | StoredQuantised | Converted
 """The forms in which files hold one weight."""
@@ -105,13 +104,14 @@ def origins_in(weights: Weights, model: nn.Module) -> Stored:
 def _origin(item: Item, dtype: torch.dtype) -> Origin:
     """The origin that is read from files when it is needed, and cast to the dtype that the model has."""
     if isinstance(item, Converted):
-        return Origin(item.whole, item.rows)
+        layout = "is put together from what the files have in another order, or in several types"
+        return Origin(item.whole, item.rows, made=layout)
     if isinstance(item, StoredQuantised):  # which is trained
         return Origin(partial(item.whole, dtype), partial(item.rows, dtype=dtype))
-    parts: tuple[FilePart, ...] = ()
-    if torch.promote_types(item.dtype, dtype) == dtype:  # else the model's dtype rounds it
-        parts = tuple(item.in_files(0))
-    return Origin(partial(item.whole, dtype), partial(item.rows, dtype=dtype), item.dtype, parts)
+    whole, rows = partial(item.whole, dtype), partial(item.rows, dtype=dtype)
+    if torch.promote_types(item.dtype, dtype) != dtype:
+        return Origin(whole, rows, item.dtype, made=f"is {item.dtype} in the files, which the model's {dtype} rounds")
+    return Origin(whole, rows, item.dtype, tuple(item.in_files(0)))
 
 
 def _extra_states(model: nn.Module) -> list[str]:

@@ -1,4 +1,5 @@
-"""Tells whether a forward has changed what modules know: attributes, buffers, parameters that are not the engine's.
+"""Tells whether a forward has changed what modules know: attributes, hooks, buffers, parameters that are not the
+engine's.
 
 A module may keep something of a forward in an attribute and read it later (an auxiliary loss, a hidden state), or be
 called with other parameters (``torch.func.functional_call``). Micro-batches that are under way together would find what
@@ -26,7 +27,7 @@ _Known = tuple[list[Any], list[int]]
 
 class Attributes:
     """Compares modules with what they were when they were looked at last: by identity, containers by length, and
-    parameters by what is to be trained.
+    parameters by what is to be trained. Hooks on weights of the engine are counted.
 
     Between two uses of units, only modules of the units around may have changed, and those that are in none.
     """
@@ -36,13 +37,18 @@ class Attributes:
         of_unit = {module: unit for unit in units for module in unit.spec.modules}
         self._around: list[nn.Module] = []
         self._inside: dict[UnitInModel, list[nn.Module]] = {unit: [] for unit in units}
+        self._num_hooks = {unit: unit.num_weight_hooks for unit in units}
         seen: set[nn.Module] = set()
         self._sort(model, None, of_unit, seen)
         self._known = {module: self._of(module) for module in seen}
 
     def changed(self, units: Iterable[UnitInModel]) -> str | None:
         """The class of a module that was changed, of those in ``units`` and those in none; None if there is none."""
-        found = None
+        found, units = None, list(units)
+        for unit in units:
+            if (num_hooks := unit.num_weight_hooks) != self._num_hooks[unit]:
+                self._num_hooks[unit] = num_hooks
+                found = type(unit.spec.modules[0]).__name__
         for module in self._candidates(units):
             known, now = self._known[module], self._of(module)
             if len(known[0]) != len(now[0]) or known[1] != now[1] or not all(map(is_, known[0], now[0])):

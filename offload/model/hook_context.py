@@ -29,6 +29,8 @@ class HookContext:
         """Calls of units that it has begun so far."""
         self.thread = 0
         """The one that has used units last."""
+        self.entering: set[int] = set()
+        """Threads that are about to use a unit: see ``enter``."""
         self.in_forward: list[UnitInModel] = []
         """Units in forward."""
         self.open: list[tuple[UnitInModel, int, int]] = []
@@ -69,6 +71,10 @@ class HookContext:
         self.tasks = {} if task is None else {key: end for key, end in self.tasks.items() if key != task}
         return [entry for entry in self.open if task is None or entry[2] == task]
 
+    def failed(self) -> list[int]:
+        """Graph tasks of backwards that an exception has ended."""
+        return [task for task, end in self.tasks.items() if end() is None]
+
     @property
     def order(self) -> tuple[int, int]:
         """Grows with what a backward comes to sooner: see [Note: The order of backward]."""
@@ -76,17 +82,22 @@ class HookContext:
 
     def enter(self, *, forward: bool, together: bool, one_thread: bool) -> None:
         """Another thread begins to use a unit. Raises ``OffloadError`` while one uses some. ``together``: micro-batches
-        of this model are under way."""
+        of this model are under way.
+
+        A thread is among those ``entering`` before it looks whose turn it is, and until what it uses is in a list. So
+        of two that begin at the same moment one at least sees the other."""
         if forward and not together and torch.is_grad_enabled():
             touch("trains another engine's model")
-        goes_on = self.open or any(end() is not None for end in self.tasks.values())
+        before, own = self.thread, threading.get_ident()
+        if forward or one_thread:
+            self.thread = own
+        goes_on = bool(self.open or self.entering - {own} or any(end() is not None for end in self.tasks.values()))
         if self.in_forward or together or (goes_on and one_thread):
+            self.thread = before
             raise OffloadError(
                 "two threads run the model at once, and the engine brings weights in for one: give each thread its "
                 "turn (a threading.Lock around forward and backward)"
             )
-        if forward or one_thread:
-            self.thread = threading.get_ident()
 
     def save(self, *, following: HookContext) -> None:
         """Another context computes now: its units' parameters stand in the model, and not this one's."""

@@ -17,12 +17,11 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from offload.errors import ConfigError
-from offload.model.aliases import Alias
 from offload.model.habits import TOGETHER
 from offload.model.handle import Handle
 from offload.model.hook_context import HookContext
 from offload.model.installed_hooks import HookOfModel, InstalledHooks
-from offload.model.listeners import Interleaving, Listener
+from offload.model.listeners import Interleaving, Listener, pass_on
 from offload.model.outputs import first_node, own_copy, tensors_in
 from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
@@ -134,7 +133,8 @@ class Hooks:
             raise OffloadError(f"{TOGETHER} within a micro-batch of another one: give it all of them at once")
         self._enter(forward=True)
         if self.context.open and graph_task() == -1:
-            self._close_failed()
+            for task in self.context.failed():
+                self.close_backward(task)
         if self.context.in_forward or self.context.open or any(unit.num_holds for unit in self.units):
             raise OffloadError(f"{TOGETHER} within a forward or backward of the model: call it in the training loop")
 
@@ -214,14 +214,20 @@ class Hooks:
                     "Trace copy.deepcopy(model), or the model that engine.unwrap() gives."
                 )
             if context.open and graph_task() == -1:
-                self._close_failed()
-            if get_ident() != context.thread:
+                for task in self.context.failed():
+                    self.close_backward(task)
+        thread = get_ident()
+        context.entering.add(thread)
+        try:
+            if is_eager and thread != context.thread:
                 self._enter(forward=True)
-        if not unit.in_backward:
-            self._begin_use(unit)
-        self._serial += 1
-        unit.call = call = Call(unit, context, get_ident(), self._serial, next_sequence_number())
-        context.in_forward.append(unit)
+            if not unit.in_backward:
+                self._begin_use(unit)
+            self._serial += 1
+            unit.call = call = Call(unit, context, thread, self._serial, next_sequence_number())
+            context.in_forward.append(unit)
+        finally:
+            context.entering.discard(thread)
         context.num_calls += 1
         unit.show_parameters()
         unit.begin_address = unit.window.flat.data_ptr()
@@ -275,8 +281,10 @@ class Hooks:
         try:
             if unit.num_users == 0 or self._turns is not None:  # others would use what one has changed
                 writes = unit.own_writes.end()
+                if writes and self._turns is not None:
+                    self._turns.changed(unit)
                 if writes:
-                    self._pass_on(unit, writes)
+                    pass_on(unit, writes, self._listener, self._serial)
         finally:
             if unit.num_users > 0:
                 if self._turns is not None:
@@ -285,17 +293,6 @@ class Hooks:
                 self._kept.append(unit)
             else:
                 self._release(unit)
-
-    def _pass_on(self, unit: UnitInModel, writes: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]) -> None:
-        found = [(unit.watched[index], value, other) for index, value, other in writes]
-        if self._turns is not None:
-            self._turns.changed(unit)
-        self._listener.changed_in_use(unit.spec, [(spec, value) for spec, value, other in found if other is None])
-        for spec, value, other in found:
-            if other is not None:
-                unit.reassigned[spec] = self._serial
-                self._listener.moved_in_use(unit.spec, spec, value, Alias(other))
-                unit.strays.refuse_move(spec.name)
 
     def _release(self, unit: UnitInModel) -> None:
         unit.strays.end_use(is_recomputed=not unit.is_over and graph_task() != -1)
@@ -319,11 +316,13 @@ class Hooks:
         unit.saved_tensors.end(call)
         self._serial += 1
         call.end = self._serial
-        if unit in self.context.in_forward:
-            self.context.in_forward.remove(unit)
-        unit.show_handles()
-        if not unit.in_backward:
-            self._end_use(unit)
+        try:
+            unit.show_handles()
+            if not unit.in_backward:
+                self._end_use(unit)
+        finally:
+            if unit in self.context.in_forward:
+                self.context.in_forward.remove(unit)
         return call
 
     def needed(self, call: Call, *, may_stay: bool = False) -> bool:
@@ -372,9 +371,18 @@ class Hooks:
                 "create_graph=True (as in torch.func.grad): weights leave when their backward is over, and a backward "
                 "through the gradients (a penalty, a Hessian) would not find them. Use a model that is not wrapped."
             )
-        unit, context = call.unit, self.context
-        if get_ident() != context.thread:
-            self._enter(forward=False)
+        unit, context, thread = call.unit, self.context, get_ident()
+        context.entering.add(thread)
+        try:
+            if thread != context.thread:
+                self._enter(forward=False)
+            self._come_to(call, unit, context, may_stay=may_stay)
+        finally:
+            context.entering.discard(thread)
+        if self._turns is not None:
+            self._turns.opened(unit, call.start)
+
+    def _come_to(self, call: Call, unit: UnitInModel, context: HookContext, *, may_stay: bool) -> None:
         if call.context is not context:
             raise OffloadError(
                 f"{TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
@@ -395,17 +403,10 @@ class Hooks:
                 self._begin_use(unit)
             unit.in_backward = True
             context.open.append((unit, call.start, task))
-        if self._turns is not None:
-            self._turns.opened(unit, call.start)
 
     def _stays(self, unit: UnitInModel) -> bool:
         """A use of it would change nothing now."""
         return self._turns is None and unit.stays and not self._listener.aliased
-
-    def _close_failed(self) -> None:
-        """Close the units of backwards that an exception has ended."""
-        for task in [task for task, end in self.context.tasks.items() if end() is None]:
-            self.close_backward(task)
 
     def _leave_backward(self, entry: tuple[UnitInModel, int, int]) -> None:
         unit = entry[0]

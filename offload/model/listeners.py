@@ -77,3 +77,20 @@ class Interleaving(Protocol):
     def refuse_others(self, what: str) -> None:
         """``what`` comes in one context. Raises ``OffloadError`` if another one has calls under way, or will have
         some."""
+
+
+def pass_on(
+    unit: UnitInModel,
+    writes: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]],
+    listener: Listener,
+    serial: int,
+) -> None:
+    """Tell the listener what a use of the unit has written: to which of the watched parameters, its value, and the
+    memory that it has now, if that is another one. ``serial`` is the number of the use."""
+    found = [(unit.watched[index], value, other) for index, value, other in writes]
+    listener.changed_in_use(unit.spec, [(spec, value) for spec, value, other in found if other is None])
+    for spec, value, other in found:
+        if other is not None:
+            unit.reassigned[spec] = serial
+            listener.moved_in_use(unit.spec, spec, value, Alias(other))
+            unit.strays.refuse_move(spec.name)

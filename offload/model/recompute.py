@@ -33,6 +33,7 @@ from offload.errors import ConfigError
 from offload.model.draws import Generators
 from offload.model.forward_costs import Unmeasured
 from offload.model.ran_in import RanIn
+from offload.model.scripted import stopped_in_script
 from offload.model.under_way import in_first_run
 from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import graph_task, put_together, taken_apart, top_hooks_step_aside
@@ -132,7 +133,8 @@ class RecomputedForward:
                 for spec, one, other in zip(self.unit.watched, mark, now, strict=False):
                     if one != other:
                         raise _changed_since(self.unit.spec.name, spec.name)
-            output = run()
+            with stopped_in_script():
+                output = run()
         finally:  # it ends by an exception as soon as all is there
             after(module, (), output)
             self.costs.again()
@@ -141,20 +143,11 @@ class RecomputedForward:
     def first_run(self) -> Iterator[None]:
         """Within, the forward runs and will run again. Raises ``ConfigError`` if it does what is not to be done
         twice."""
-        before = self._num_hooks()
+        before = self.unit.num_weight_hooks
         with in_first_run(self._refuse_twice):
             yield
-        if self._num_hooks() != before:
+        if self.unit.num_weight_hooks != before:
             self._refuse_twice("adds hooks to its weights")
-
-    def _num_hooks(self) -> int:
-        """The number of them on the unit's weights."""
-        return sum(
-            len(hooks)
-            for parameter in self.unit.parameters
-            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
-            if hooks
-        )
 
     def _refuse_twice(self, what: str) -> None:
         raise _not_to_be_run_again(self.unit.spec.name, f"{what}, which a second run would do again")

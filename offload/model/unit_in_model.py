@@ -226,6 +226,16 @@ class UnitInModel:
 
     # A parameter that was put in the place of the engine's stays there.
 
+    @property
+    def num_weight_hooks(self) -> int:
+        """The number of hooks on its parameters."""
+        return sum(
+            len(hooks)
+            for parameter in self.parameters
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+            if hooks
+        )
+
     def show_parameters(self) -> None:
         """The unit's parameters stand at their sites."""
         for module, name, handle, parameter in self.sites:

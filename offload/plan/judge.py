@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload.plan.moved import UnitBytes, is_tied, num_tiles, places_of
+from offload.plan.moved import UnitBytes, num_tiles, places_of
+from offload.plan.passing import is_tied
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.records import TRANSFER_BYTES
 from offload.play.schedule import Order, UnitWork
@@ -89,7 +90,8 @@ class Judge:
         numel = sum(item.unit.numel for item in self.nothing_resident.units)
         compute = compute_share * self._most_drive_seconds / self.num_backwards
         cost = _DriveCost.of(self.conditions.drive, plan)
-        works = [_work(item, plan, cost, compute / numel) for item in plan.units]
+        back = zip(plan.units, plan.returning, strict=True)
+        works = [_work(item, plan, cost, compute / numel, returns) for item, returns in back]
         first = (len(works) - _MOST_UNITS) // 2
         played = works if first <= 0 else works[first : first + _MOST_UNITS]
 
@@ -104,10 +106,8 @@ class Judge:
         return seconds * _busiest(works, self.num_backwards) / _busiest(played, self.num_backwards)
 
     def _drive_seconds(self, plan: Plan) -> float:
-        turns = 2 * plan.passes - 1  # from forward to backward and back, where what is in a slot is read no more
-        lying = turns * plan.staging.num_slots * plan.staging.slot_bytes
         one = plan.step_transfers * TRANSFER_BYTES / 2
-        return self.conditions.drive.seconds(max(plan.step_read_bytes - lying, 0) + one, plan.step_write_bytes + one)
+        return self.conditions.drive.seconds(plan.step_read_bytes + one, plan.step_write_bytes + one)
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,9 @@ class _DriveCost:
         return (nbytes + transfers * TRANSFER_BYTES) / self.drive.write * self.overlap
 
 
-def _work(item: UnitPlan, plan: Plan, drive: _DriveCost, compute_rate: float) -> UnitWork:
-    """``compute_rate`` are seconds of forward and backward for each element of the weights."""
+def _work(item: UnitPlan, plan: Plan, drive: _DriveCost, compute_rate: float, returns: bool) -> UnitWork:
+    """``compute_rate`` are seconds of forward and backward for each element of the weights; ``returns``: backward uses
+    them."""
     unit, moved = item.unit, UnitBytes.of(item, plan)
     used, changed = plan.routing.used(unit), plan.routing.changed(unit)
     weights, states = unit.count * (moved.weights > 0) * used, num_tiles(item) * changed
@@ -140,7 +141,7 @@ def _work(item: UnitPlan, plan: Plan, drive: _DriveCost, compute_rate: float) ->
     forward = unit.numel * compute_rate / 3
     return UnitWork(
         forward=forward,
-        backward=2 * forward,
+        backward=2 * forward * returns,
         fetch=drive.read(moved.weights, weights),
         update=drive.read(moved.updated * (moved.trained > 0) + moved.states, trained + states)
         + drive.write(moved.trained + moved.states, trained + states),
@@ -148,6 +149,7 @@ def _work(item: UnitPlan, plan: Plan, drive: _DriveCost, compute_rate: float) ->
         spill=drive.write(moved.grads, grads),
         late=drive.read(moved.grads, grads),
         calls=2 if is_tied(unit) else 1,
+        returns=returns,
         streamed=item.weights is Tier.NVME,
         eligible=plan.speculative and item.streamed,
     )

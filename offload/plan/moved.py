@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.play.schedule import Places
-from offload.units import UnitSpec
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,3 @@ def places_of(plan: Plan) -> Places:
         windows = max(int(plan.device.weights_bytes / plan.device.all_bytes * offloaded), 2)
     whole = windows if plan.ranks.device else len(plan.ranks.places)
     return Places(plan.staging.num_slots or len(plan.units), windows, whole, plan.staging.num_grad_buffers)
-
-
-def is_tied(unit: UnitSpec) -> bool:
-    """Several modules use a weight of it."""
-    return any(len(spec.owners) > 1 for spec in unit.parameters)

@@ -8,9 +8,10 @@ from functools import cached_property
 
 from offload.optim.formats import Formats
 from offload.plan.device import MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
+from offload.plan.passing import returning, times_read
 from offload.plan.ranks import ONE_RANK, RanksPlan
 from offload.plan.routing import EVERYWHERE, Routing
-from offload.plan.unit_plan import Drives, Staging, Tier, TilesOf, UnitPlan
+from offload.plan.unit_plan import Drives, Staging, Tier, TilesOf, UnitPlan, shown_bytes
 from offload.units import UnitSpec
 from offload.units.spread import spread_rank
 from swapper import ReadOnlyFile, align
@@ -46,6 +47,8 @@ class Plan:
     passes: int = 1
     """Forwards and backwards of a step for which weights come anew: its micro-batches; those that run together are
     one."""
+    first_uses: tuple[float, ...] = ()
+    """When a step uses each unit first; before a step was seen nobody knows."""
     vacant_bytes: dict[Tier, int] = field(default_factory=dict)
     """Reserved for units that have moved to a device since."""
     drives: Drives | None = None
@@ -109,23 +112,22 @@ class Plan:
 
     @property
     def step_read_bytes(self) -> int:
-        """NVMe reads of a step: weights for each forward and each backward, sums of gradients that more are added to,
-        and what an update needs.
+        """NVMe reads of a step: weights for each forward and each backward that uses them, sums of gradients that more
+        are added to, and what an update needs.
 
         Updates during backward find the gradients where they came to; where a device computes, which has no use for the
         weights in a slot any more, they bring them in again. What still lies in a slot is read no more. Of experts come
         those that tokens are sent to, and the others for their update, if they are fused.
         """
-        training = bool(self.formats.grads)
         sizes = [(item.unit, item.unit.read_bytes(self.formats.weights)) for item in self._streamed]
-        passing = sum(nbytes * self._read_share(unit) for unit, nbytes in sizes)
-        if not training:
+        passing = sum(nbytes * self._reads(unit) for unit, nbytes in sizes)
+        if not self.formats.grads:
             return round(passing)
         left_out = sum(nbytes * self._left_out(unit) for unit, nbytes in sizes)
         early = [item for item in self._streamed if self.speculative and item.streamed]
         again = sum(item.unit.numel for item in early) * self.formats.weights * self.device.computes
         found = sum(self.routing.used(i.unit) * i.unit.trainable_numel for i in early if i.grads is Tier.NVME)
-        read = self.passes * (2 * passing + self._moved_grads) + left_out + again + self._moved_states
+        read = passing + self.passes * self._moved_grads + left_out + again + self._moved_states
         return round(read - found * self.formats.grads)
 
     @property
@@ -140,10 +142,11 @@ class Plan:
     def step_transfers(self) -> int:
         """Reads and writes of a step on NVMe: of a unit's weights, of a tile's states, of a tile's gradients."""
         streamed, changed = [item.unit for item in self._streamed], self._changed
+        passing = sum(self._reads(unit) * unit.count for unit in streamed)
         if not self.formats.grads:
-            return round(sum(self._read_share(unit) * unit.count for unit in streamed))
+            return round(passing)
         sweeps = 2 * self.passes
-        passing = sum((sweeps * self._read_share(unit) + self._left_out(unit)) * unit.count for unit in streamed)
+        passing += sum(self._left_out(unit) * unit.count for unit in streamed)
         written = sum(changed(unit.count, unit) for unit in streamed if unit.trainable_numel)
         tiles = ((tile, tier, item.unit) for item in self.units for tile, tier in item.tiles)
         of_states = sum(changed(tile.count, unit) for tile, tier, unit in tiles if tier is Tier.NVME)
@@ -161,9 +164,21 @@ class Plan:
         """Units whose weights are stored on NVMe."""
         return tuple(item for item in self.units if item.weights is Tier.NVME)
 
-    def _read_share(self, unit: UnitSpec) -> float:
-        """Share of a streamed unit that a forward reads, and a backward."""
-        return self.routing.used(unit) * (1.0 if unit.experts is None else self._missed)
+    def _reads(self, unit: UnitSpec) -> float:
+        """Times that a streamed unit is read in a step, or in a forward if nothing is trained; of experts the part of
+        them that tokens are sent to, and that lies in no slot."""
+        times = self._times_read[unit.index] if self.formats.grads else 1
+        return times * self.routing.used(unit) * (1.0 if unit.experts is None else self._missed)
+
+    @cached_property
+    def returning(self) -> list[bool]:
+        """Tells of each unit whether backward uses its weights."""
+        return returning([item.unit for item in self.units], self.first_uses)
+
+    @cached_property
+    def _times_read(self) -> dict[int, int]:
+        units, streamed = [item.unit for item in self.units], [item.unit.index for item in self._streamed]
+        return times_read(units, streamed, self.staging.num_slots, self.returning, self.passes)
 
     def _left_out(self, unit: UnitSpec) -> float:
         """Share of a streamed unit that nothing but its update reads."""
@@ -327,27 +342,17 @@ def _table(plan: Plan) -> Iterator[str]:
 
 def _staging(plan: Plan) -> str:
     """The buffers that there are."""
-    staging = plan.staging
-    counts = {
-        f"weight slots of {_size(staging.slot_bytes)}": staging.num_slots,
-        f"gradient buffers of {_size(staging.grad_buffer_bytes)}": staging.num_grad_buffers,
-        f"tile buffers of {_size(staging.tile_buffer_bytes)}": staging.num_tile_buffers,
-    }
-    parts = [f"{count} {name}" for name, count in counts.items() if count]
+    parts = plan.staging.shown()
     ranks = plan.ranks
     compute_bytes = plan.compute_bytes - ranks.nbytes - plan.activation_bytes
     if compute_bytes:
-        parts.append(f"{_size(compute_bytes)} for {'gradients as they come' if plan.formats.grads else 'copies'}")
+        parts.append(f"{shown_bytes(compute_bytes)} for {'gradients as they come' if plan.formats.grads else 'copies'}")
     if plan.activation_bytes:
-        parts.append(f"{_size(plan.activation_bytes)} for activations")
+        parts.append(f"{shown_bytes(plan.activation_bytes)} for activations")
     if ranks.nbytes:
         what = "whole units and their gradients" if plan.formats.grads else "whole units"
-        parts.append(f"{_size(ranks.nbytes)} for {what}, of which {ranks.num_ranks} ranks have shards")
+        parts.append(f"{shown_bytes(ranks.nbytes)} for {what}, of which {ranks.num_ranks} ranks have shards")
     return ", ".join(parts)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / _MIB:,.1f} MiB" if nbytes >= _MIB // 10 else f"{nbytes / 1024:,.0f} KiB"
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
@@ -397,10 +402,10 @@ def _reasons(plan: Plan) -> Iterator[str]:
             )
     if plan.in_place_bytes:
         names = [str(file.path) for file in plan.files]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         yield (
-            f"{_size(plan.in_place_bytes)} of frozen weights are read where they are, in {', '.join(names[:3])}{more}: "
-            "they take no room under nvme_path, and are never written"
+            f"{shown_bytes(plan.in_place_bytes)} of frozen weights are read where they are, in {listed}: they take no "
+            "room under nvme_path, and are never written"
         )
     if plan.nvme_bytes["grads"]:
         yield "gradients are spilled to NVMe: the budget is below what would keep them all in RAM"

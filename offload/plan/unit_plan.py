@@ -15,6 +15,11 @@ TilesOf = Callable[[UnitSpec, int], tuple[Tile, ...]]
 """Divide a unit's states into tiles of at most so many bytes (``Rule.tiles_of``)."""
 
 
+def shown_bytes(nbytes: int) -> str:
+    """A size, for people."""
+    return f"{nbytes / (1 << 20):,.1f} MiB" if nbytes >= (1 << 20) // 10 else f"{nbytes / 1024:,.0f} KiB"
+
+
 class Tier(Enum):
     """Tier of memory in which bytes are stored between uses. What a new one needs is listed in docs/design.md."""
 
@@ -51,6 +56,15 @@ class Staging:
         slots = self.num_slots * (self.slot_bytes + self.edge_bytes)
         grads = self.num_grad_buffers * self.grad_buffer_bytes
         return slots + grads + self.num_tile_buffers * self.tile_buffer_bytes
+
+    def shown(self) -> list[str]:
+        """Return what there is, for people."""
+        counts = {
+            f"weight slots of {shown_bytes(self.slot_bytes)}": self.num_slots,
+            f"gradient buffers of {shown_bytes(self.grad_buffer_bytes)}": self.num_grad_buffers,
+            f"tile buffers of {shown_bytes(self.tile_buffer_bytes)}": self.num_tile_buffers,
+        }
+        return [f"{count} {name}" for name, count in counts.items() if count]
 
 
 @dataclass(frozen=True)

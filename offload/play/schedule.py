@@ -46,8 +46,8 @@ class UnitWork:
     ``to_device_again`` is the copy, of what has not stayed, for backward and for a later micro-batch's forward.
     ``gather`` is that of the whole unit's weights over the network, ``exchange`` that of its gradients. ``calls`` are 2
     for a weight that both ends of the model use. ``kept`` are its activations, where they leave.
-    ``streamed``: its weights pass through a slot; ``eligible``: it may be updated in backward, which takes ``beside``
-    longer then.
+    ``returns``: backward uses its weights. ``streamed``: they pass through a slot; ``eligible``: it may be updated in
+    backward, which takes ``beside`` longer then.
     """
 
     forward: float
@@ -65,6 +65,7 @@ class UnitWork:
     exchange: float = 0.0
     kept: KeptWork = STAYS
     calls: int = 1
+    returns: bool = True
     streamed: bool = False
     eligible: bool = False
 
@@ -279,7 +280,7 @@ class _Program:
         for index in twice:
             yield use(index, works[index].backward, backward=True, fetched=False)
         lying = self._lying()
-        for index in reversed(range(count)):
+        for index in reversed([index for index, work in enumerate(works) if work.returns]):
             seconds = once(works[index].backward, works[index])
             yield use(index, seconds, backward=True, fetched=index not in lying, leaves=True)
 

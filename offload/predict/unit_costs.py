@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from offload.plan.moved import UnitBytes, is_tied, places_of
+from offload.plan.moved import UnitBytes, places_of
+from offload.plan.passing import is_tied, lying
 from offload.plan.plan import Plan, Tier
 from offload.play.schedule import KeptWork, Places, UnitWork
 from offload.predict.activation_bytes import ActivationBytes
@@ -37,7 +38,7 @@ def works_of(
     stays = 1.0
     if plan.device.all_bytes:
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
-    works = []
+    works: list[UnitWork] = []
     for item, (forward, backward), unit, (share, kept) in zip(plan.units, compute, whole, keeping, strict=True):
         one, uses = UnitBytes.of(item, plan), 2 if is_tied(unit) else 1
         per_element = 0.0 if item.weights is Tier.DEVICE else formats.weights / machine.device.link
@@ -58,7 +59,7 @@ def works_of(
                 to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host,
                 gather=network.gather_seconds(unit.numel * formats.weights),
                 exchange=network.exchange_seconds(sent_bytes(unit, workload)),
-                kept=kept, calls=uses, streamed=item.weights is Tier.NVME,
+                kept=kept, calls=uses, returns=plan.returning[len(works)], streamed=item.weights is Tier.NVME,
                 eligible=item.has_spares or (plan.speculative and item.streamed),
                 beside=one.in_memory * max(1 / machine.beside - 1 / machine.update, 0.0),
             )
@@ -121,13 +122,14 @@ def nvme_bytes(plan: Plan, places: Places, workload: Workload, activations: Acti
     """Bytes that a rank reads and writes in a step. Units that still lie in their slots are read no more."""
     passes = workload.passes
     moved, plan = [UnitBytes.of(item, plan) for item in plan.units], replace(plan, passes=passes)
-    streamed = [index for index, one in enumerate(moved) if one.weights]
-    lie = set(streamed[-max(places.slots - 2, 1) :])
+    streamed, units = [index for index, one in enumerate(moved) if one.weights], [item.unit for item in plan.units]
+    back = plan.returning
+    lie, _ = lying(units, streamed, places.slots, back)
     forward, backward = (_brought(places, len(moved), passes, backward=again) for again in (False, True))
     read = float(plan.step_read_bytes)
-    for index in streamed:  # of which the plan's bytes have two reads a pass
-        again = backward[index] * (index not in lie)
-        read += moved[index].weights * (forward[index] + again - 2 * passes)
+    for index in streamed:  # what ranks have gathered of it is still there
+        again = (backward[index] - passes) * (back[index] and index not in lie)
+        read += moved[index].weights * (forward[index] - passes + again)
     if workload.clipped and plan.speculative:  # gradients are read by updates that begin later
         read += sum(one.grads for item, one in zip(plan.units, moved, strict=True) if item.streamed)
     return round(read + activations.read * passes), round(plan.step_write_bytes + activations.written * passes)

@@ -37,9 +37,9 @@ MODELS: dict[str, Any] = {
 here); the same by other names; norms (one more); these and biases of norms; matrices (transposed)."""
 
 
-def lora(architecture: str = "llama") -> Any:
+def lora(architecture: str = "llama", **options: Any) -> Any:
     layers = ["c_attn"] if architecture == "gpt2" else ["q_proj", "v_proj"]
-    return peft.LoraConfig(r=4, target_modules=layers, task_type="CAUSAL_LM")
+    return peft.LoraConfig(r=4, target_modules=layers, task_type="CAUSAL_LM", **options)
 
 
 def file_of(tmp_path: Path, architecture: str, kind: Any = "Q4_K", config: Any = None) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def generated(model: Any) -> torch.Tensor:
     return model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False)  # type: ignore[no-any-return]
 
 
-def adapted(model: Any, architecture: str) -> Any:
+def adapted(model: Any, architecture: str, **options: Any) -> Any:
     torch.manual_seed(1)
-    return peft.get_peft_model(model, lora(architecture), autocast_adapter_dtype=False)
+    return peft.get_peft_model(model, lora(architecture, **options), autocast_adapter_dtype=False)
 
 
 @pytest.mark.one_in(2)
@@ -109,6 +109,16 @@ def test_an_adapter_trains_over_a_file_as_over_the_dequantised_model(architectur
     assert file.read_bytes() == content and file.stat().st_mtime_ns == before.st_mtime_ns
     again = peft.PeftModel.from_pretrained(ordinary(tmp_path, options), tmp_path / "adapter")
     assert torch.equal(generated(again), tokens)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_dora_begins_with_the_norms_of_a_file_and_trains_over_it(architecture: str, tmp_path: Path) -> None:
+    options = file_of(tmp_path, architecture)
+    with OffloadEngine(adapted(ordinary(tmp_path, options), architecture, use_dora=True), lr=1e-2) as engine:
+        expected = losses(engine)
+    with over_least(tmp_path, options, peft_config=lora(architecture, use_dora=True)) as engine:
+        assert losses(engine) == expected
+        assert engine.plan.in_place_bytes > (tmp_path / "model.gguf").stat().st_size // 2
 
 
 def test_of_experts_in_a_file_a_few_are_in_memory(tmp_path: Path) -> None:
@@ -157,6 +167,14 @@ def test_biases_of_queries_and_keys_are_in_the_order_of_their_rows(tmp_path: Pat
         found = engine.state_dict()
         assert "model.layers.0.self_attn.q_proj.bias" in found
         assert all(torch.equal(found[name].detach()[...], value) for name, value in values.items())
+
+
+def test_a_unit_that_has_to_be_copied_is_named_with_its_bytes_and_why(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_embd=256, n_layer=8, n_head=4, vocab_size=100)
+    options = file_of(tmp_path, "gpt2", config=config)
+    why = r"transformer\.h\.0, .* bytes .*: .*c_attn\.base_layer\.weight is put together"
+    with pytest.warns(UserWarning, match=why), over_least(tmp_path, options, peft_config=lora("gpt2")) as engine:
+        assert engine.plan.streams
 
 
 def test_all_of_it_can_be_trained(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import ADAPTERS, OPTIONS, TARGETS, adapted, llama, logits, on_nvme, same_values, train
+from adapted import ADAPTERS, OPTIONS, TARGETS, WITH_COPIES, adapted, llama, logits, on_nvme, same_values, train
 
 from offload import BudgetError, ConfigError, OffloadEngine, deferred_init
 
@@ -44,7 +44,9 @@ def test_an_adapter_is_trained_as_in_memory_and_its_base_is_only_read(adapter: s
     assert report.nvme_read_bytes > frozen_bytes
 
 
+@pytest.mark.parametrize("adapter", [*ADAPTERS, *WITH_COPIES])
 def test_an_adapter_over_weights_in_files_is_trained_as_in_memory_and_the_files_are_read_in_place(
+    adapter: str,
     tmp_path: Path,
 ) -> None:
     base = llama()
@@ -52,16 +54,15 @@ def test_an_adapter_over_weights_in_files_is_trained_as_in_memory_and_the_files_
         for parameter in base.parameters():
             parameter.mul_(0.5)  # so that it is seen where the values come from
     base.save_pretrained(tmp_path / "base")
-    model = adapted()
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data.mul_(0.5)
-    with OffloadEngine(model, **OPTIONS) as engine:
+    with OffloadEngine(adapted(adapter, scale=0.5), **OPTIONS) as engine:
+        torch.manual_seed(2)
         losses = train(engine.module, engine.optimizer)
         values = engine.state_dict()
 
     def unborn() -> Any:
-        return deferred_init(lambda: adapted().to(torch.bfloat16))  # peft leaves adapters in fp32 where it is not known
+        return deferred_init(adapted, adapter)
+
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "base").iterdir()}
 
     options = {**OPTIONS, "weights": tmp_path / "base", "nvme_path": tmp_path}
     with pytest.raises(BudgetError) as error:  # what is beside a tensor in its pages takes room as well
@@ -70,18 +71,46 @@ def test_an_adapter_over_weights_in_files_is_trained_as_in_memory_and_the_files_
     with OffloadEngine(unborn(), host_memory=needed, **options) as engine:
         assert engine.plan.in_place_bytes > 0
         assert engine.plan.nvme_bytes["weights"] <= 2 * sum(i.unit.trainable_numel for i in engine.plan.units)
+        torch.manual_seed(2)
         assert train(engine.module, engine.optimizer) == losses
         assert same_values(engine.state_dict(), values)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "base").iterdir()} == before
 
 
-def test_adapters_that_begin_with_values_of_the_weights_are_refused_where_these_are_in_files(tmp_path: Path) -> None:
+def test_dora_over_files_needs_the_memory_and_reads_the_bytes_of_lora(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    options = {**OPTIONS, "weights": tmp_path / "base", "nvme_path": tmp_path}
+    needed, read = {}, {}
+    for adapter in ("LoRA", "DoRA"):
+        with pytest.raises(BudgetError) as error:
+            OffloadEngine(deferred_init(adapted, adapter), host_memory=1, **options)
+        needed[adapter] = error.value.needed_bytes
+        with OffloadEngine(deferred_init(adapted, adapter), host_memory=needed[adapter], **options) as engine:
+            train(engine.module, engine.optimizer)
+            engine.synchronize()
+            read[adapter] = engine.report().nvme_read_bytes
+            trained = sum(item.unit.trainable_numel for item in engine.plan.units)
+    magnitudes = 14 * trained  # with all that is read of what is trained
+    assert needed["DoRA"] <= needed["LoRA"] + magnitudes
+    assert read["DoRA"] <= read["LoRA"] + magnitudes
+
+
+def test_adapters_that_begin_with_values_of_the_weights_are_refused_where_it_is_not_known_how(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"lora_magnitude_vector of .* computed from the model's weights"):
-        OffloadEngine(adapted("DoRA"), weights=tmp_path, **OPTIONS)
-    config = peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"])
-    model = peft.get_peft_model(llama(), config, autocast_adapter_dtype=False)
-    with pytest.raises(ConfigError, match="modules_to_save: lm_head"):
-        OffloadEngine(model, weights=tmp_path, **OPTIONS)
+    computed = "begins with values that are computed from the model's weights, .*offload.deferred_init"
+    for adapter, part in (("DoRA", "lora_magnitude_vector"), ("a head of its own", "modules_to_save")):
+        with pytest.raises(ConfigError, match=f"{part} of .* {computed}"):
+            OffloadEngine(adapted(adapter), weights=tmp_path, **OPTIONS)
+
+    def cast_at_the_end() -> Any:
+        model = adapted("DoRA", dtype=torch.float32)
+        return model.to(torch.bfloat16)
+
+    with pytest.raises(ConfigError, match=f"lora_magnitude_vector of .* {computed}"):  # of fp32, which no file has
+        OffloadEngine(deferred_init(cast_at_the_end), weights=tmp_path, **OPTIONS)
+    config = peft.LoraConfig(r=4, target_modules=TARGETS, init_lora_weights="pissa")
+    with pytest.raises(ConfigError, match=r"init_lora_weights='pissa' of adapter default takes a part out of"):
+        OffloadEngine(peft.get_peft_model(llama(), config), weights=tmp_path, **OPTIONS)
 
 
 def test_merging_between_steps_is_as_in_memory(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def small() -> Any:
     )
 
 
-def lora() -> Any:
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
 
 
 def say(directory: Path, **quantization: Any) -> Path:
@@ -76,19 +76,20 @@ def generated(model: Any) -> torch.Tensor:
     return model.generate(input_ids=_PROMPT, max_new_tokens=6, do_sample=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize(
     ("number_format", "method"), [(in_nested_nf4, "bitsandbytes"), (in_gptq, "gptq"), (in_fp8, "fp8")]
 )
 def test_one_call_gives_an_adapter_over_quantised_files_that_trains_and_generates(
-    number_format: Any, method: str, tmp_path: Path
+    number_format: Any, method: str, dora: bool, tmp_path: Path
 ) -> None:
     base, ordinary = saved(number_format, method, tmp_path)
     auto = transformers.AutoModelForCausalLM
     torch.manual_seed(1)
-    model = peft.get_peft_model(auto.from_pretrained(ordinary), lora(), autocast_adapter_dtype=False)
+    model = peft.get_peft_model(auto.from_pretrained(ordinary), lora(use_dora=dora), autocast_adapter_dtype=False)
     with OffloadEngine(model, lr=1e-2) as engine:
         expected, tokens = losses(engine), generated(engine.module)
-    with over(base, peft_config=lora(), nvme_path=tmp_path, lr=1e-2) as engine:
+    with over(base, peft_config=lora(use_dora=dora), nvme_path=tmp_path, lr=1e-2) as engine:
         assert engine.plan.in_place_bytes > 0
         assert losses(engine) == expected
         assert torch.equal(generated(engine.module), tokens)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import ActivationError, ConfigError, OffloadEngine, OffloadError, StorageIOError
 from offload.model.recompute import State
+from offload.model.scripted import stopped_in_script
 from offload.tiers.activations.pool import ActivationPool
 from offload.torch_internals import can_swap_memory
 
@@ -262,6 +263,45 @@ def test_the_models_own_forward_is_there_in_copies_and_after_the_end(make_model,
             assert torch.equal(copy.deepcopy(model)(tokens), expected)
             assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), expected)
     assert "forward" not in vars(model.blocks[0])
+
+
+@torch.jit.script
+def doubled_where_positive(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, 2 * x.sin(), x.sin())
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(16, 16), torch.jit.script(nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.act(doubled_where_positive(self.linear(x)))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "host", "nvme"])
+def test_scripted_functions_run_again_in_backward(mode: str, tmp_path: Path):
+    found = []
+    for options in ({}, {"nvme_path": tmp_path, **MODES[mode]}):
+        torch.manual_seed(0)
+        with OffloadEngine(nn.Sequential(*(Scripted() for _ in range(4))), lr=1e-2, **options) as engine:
+            losses = []
+            for _ in range(4):  # by the third call the interpreter has compiled it
+                loss = engine(torch.ones(2, 16)).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_an_error_of_a_scripted_function_in_a_second_run_is_told_as_it_is():
+    @torch.jit.script
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        return x.view(3)
+
+    with pytest.raises(RuntimeError, match="invalid for input"), stopped_in_script():
+        failing(torch.ones(4))
 
 
 def test_a_second_run_finds_what_was_changed_after_the_first_as_it_was():

@@ -9,7 +9,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from frozen_bases import FROZEN_BYTES, LEAST, WIDTH, build, held, in_place, in_shards, steps, unborn
+from frozen_bases import FROZEN_BYTES, LEAST, WIDTH, Adapted, build, held, in_place, in_shards, steps, unborn
 from torch import nn
 
 from offload import ConfigError, OffloadEngine, StorageError
@@ -60,9 +60,47 @@ def test_nothing_of_the_base_is_written_and_the_plan_says_where_it_is(base: Path
     assert all(after[file].st_mtime_ns == before[file].st_mtime_ns for file in before)
 
 
+class _Model(nn.Module):
+    """Frozen layers at both ends, and of its blocks the first ones frozen as well."""
+
+    def __init__(self, num_frozen: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, WIDTH).requires_grad_(False)
+        self.blocks = nn.Sequential(*(Adapted() for _ in range(8)))
+        self.blocks[:num_frozen].requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 300, bias=False).requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(tokens)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("num_frozen", [0, 6])
+def test_a_step_reads_what_the_plan_says(num_frozen: int, tmp_path: Path, nvme: Path) -> None:
+    torch.manual_seed(0)
+    base = in_shards(_Model(num_frozen).to(torch.bfloat16).state_dict(), tmp_path / "base")
+    with torch.device("meta"):
+        model = _Model(num_frozen).to(torch.bfloat16)
+    options = {"weights": base, "nvme_path": nvme, "host_memory": LEAST, "precision": "bf16"}
+    read, planned, count = [], 0, 12
+    with OffloadEngine(model, **options) as engine:
+        for step in range(count + 2):
+            tokens = torch.randint(0, 300, (2, 8), generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(tokens).float().square().mean())
+            engine.step()
+            read.append(engine.report().nvme_read_bytes)
+            planned = engine.plan.step_read_bytes
+            whole = 2 * engine.plan.in_place_bytes
+    assert planned < whole  # the embedding and the first blocks are not read in backward, what lies there neither
+    assert sum(read[2:]) == pytest.approx(count * planned, rel=0.1)  # updates of tiny models race with forward
+
+
 def test_weights_that_would_have_to_be_cast_are_copied_and_that_is_said(tmp_path: Path, nvme: Path) -> None:
     base = in_shards(build(torch.float32).state_dict(), tmp_path / "fp32")
-    with pytest.warns(UserWarning, match=r"frozen weights of 8 units \(0, \.\.\.\) in another dtype .* copied"):
+    said = (
+        r"frozen weights of 8 units, 1,081,344 bytes .* copied to nvme_path \(0, 135,168 bytes .*: 0.base.weight is "
+        r"torch.float32 in the files, which the model's torch.bfloat16 rounds; .*; and 5 units more\)"
+    )
+    with pytest.warns(UserWarning, match=said):
         engine = in_place(base, nvme)
     with engine:
         assert not engine.plan.files

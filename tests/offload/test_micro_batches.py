@@ -137,6 +137,20 @@ class Keeping(Tiny):
         return self.head(self.norm(x)) * (1 + self.kept)
 
 
+class Hooking(Tiny):
+    """Each forward of a block hooks one of its weights, for good."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64)
+        self.blocks.append(_Hooking(64, 64))
+
+
+class _Hooking(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.register_hook(lambda gradient: 1.1 * gradient)
+        return super().forward(x)
+
+
 class Remembering(Tiny):
     """The state of a recurrent net goes on with the next forward."""
 
@@ -443,6 +457,7 @@ def test_micro_batches_that_only_look_need_no_backward(tmp_path: Path):
         (Keeping, "Keeping keeps something"),
         (Remembering, "Remembering keeps something"),
         (Generated, "Linear keeps something"),
+        (Hooking, "Hooking keeps something"),
     ],
 )
 def test_micro_batches_run_one_by_one_where_they_must(make: Callable[[], nn.Module], reason: str, tmp_path: Path):
