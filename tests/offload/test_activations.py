@@ -187,6 +187,21 @@ def test_accumulated_retained_and_repeated_backwards_have_the_bits_of_keep(make_
     assert all(map(torch.equal, *found))
 
 
+def test_parts_of_one_memory_with_counters_of_their_own_are_kept_as_each_is(tmp_path: Path):
+    """The gates of a cell are written in place, each by a counter of its own, and saved at equal versions."""
+    found = []
+    for options in ({}, MODES["host"]):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.GRUCell(64, 64), nn.Linear(64, 64)])
+        with OffloadEngine(model, nvme_path=tmp_path, host_memory="8MiB", **options) as engine:
+            x = torch.randn(96, 64)
+            model[1](model[0](x, model[0](x, x))).square().mean().backward()
+            found.append([parameter.grad.detach().clone() for parameter in model.parameters()])
+            engine.optimizer.step()
+            assert not options or engine.report().activations.kept_bytes > 0
+    assert all(map(torch.equal, *found))
+
+
 def test_a_change_in_place_of_what_was_kept_is_torchs_own_error(make_model, tmp_path: Path):
     with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="8MiB", **MODES["nvme"]) as engine:
         inputs = []
