@@ -34,8 +34,9 @@ class Shared:
     """Bytes of one storage that several saved tensors look at."""
 
     __slots__ = (
-        "__weakref__", "_kept", "_restored", "num_users", "num_waiting", "start", "stop", "storage", "version", "witness"
-    )  # fmt: skip
+        *("__weakref__", "_kept", "_restored", "num_users", "num_waiting", "start", "stop", "storage", "version"),
+        "witness",
+    )
 
     def __init__(self, kept: Kept, tensor: torch.Tensor, start: int, stop: int) -> None:
         """They were kept as ``tensor`` has them now."""
