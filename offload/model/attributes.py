@@ -1,9 +1,9 @@
 """Tells whether a forward has changed what modules know: attributes, buffers, parameters that are not the engine's.
 
 A module may keep something of a forward in an attribute and read it later (an auxiliary loss, a hidden state), write to
-a tensor that it has (a queue, a codebook, running statistics), count in an object that modules share, or be called with
-other parameters (``torch.func.functional_call``). Micro-batches that are under way together would find what another one
-has left there.
+a tensor that it has (a queue, a codebook, running statistics), count in an object that modules share, in a global or in
+a closure, or be called with other parameters (``torch.func.functional_call``). Micro-batches that are under way
+together would find what another one has left there.
 
 [Note: Buffers of torch's own modules] Running statistics are read and written by the module's forward alone. So they
 come in the order of a loop where each micro-batch uses the unit once, and in another one where it uses it again.
@@ -11,7 +11,7 @@ come in the order of a loop where each micro-batch uses the unit once, and in an
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.model.named import is_of_others, outside_of
 from offload.model.own_writes import bytes_hash
 from offload.model.recompute import RecomputedForward
 from offload.model.unit_in_model import UnitInModel
 
-_CONTAINERS = {list, dict, set, deque, OrderedDict, tuple}
+_CONTAINERS = (list, dict, set, deque, tuple)
 _DERIVED = {"_flat_weights", "_flat_weight_refs"}
 """Attributes that recurrent modules make of their parameters anew in each forward, which find other ones there than
 before."""
@@ -33,6 +34,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """Names of what each module has."""
 _OTHERS = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, RecomputedForward)
 """Types of values whose attributes are not searched."""
+_FUNCTION = "function or hook of a module"
 _ITEMS_MAX = 1000
 """Of a larger container the length alone is compared, and no more objects are searched."""
 _LEVELS = 3
@@ -53,10 +55,10 @@ class _Known:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 self.marks.append(_version(value))
-        elif type(value) in _CONTAINERS:
+        elif isinstance(value, _CONTAINERS):
             self.marks.append(len(value))
             if levels and len(value) <= _ITEMS_MAX:
-                for item in list(value.values() if isinstance(value, dict) else value):
+                for item in list(dict.values(value) if isinstance(value, dict) else value):
                     self.add(item, levels - 1)
 
     def is_as(self, other: _Known) -> bool:
@@ -70,7 +72,8 @@ class _Known:
 class Attributes:
     """Compares modules, and objects among their attributes, with what they were when they were looked at last.
 
-    Between two uses of units, only modules of the units around may have changed, those that are in none, and objects.
+    Between two uses of units, only modules of the units around may have changed, those that are in none, objects, and
+    variables outside of modules.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[UnitInModel]) -> None:
@@ -88,10 +91,13 @@ class Attributes:
         self._objects: dict[int, tuple[Any, _Known]] = {}
         for known in list(self._known.values()):
             self._find_objects(known.values, _LEVELS)
+        self._variables = outside_of(list(seen))
+        self._outside = self._of_outside()
+        self._find_objects(self._outside.values, _LEVELS)
 
     def changed(self, units: Iterable[UnitInModel] | None = None) -> str | None:
-        """The class of a module or an object that was changed, of those in ``units`` and those in none; None if there
-        is none. Without ``units`` all are looked at."""
+        """The class of a module or an object that was changed, of those in ``units`` and those in none, or who else
+        has changed a variable outside of modules; None if there is none. Without ``units`` all are looked at."""
         found = None
         for module in self._candidates(self._inside if units is None else units):
             now = self._of(module)
@@ -105,6 +111,11 @@ class Attributes:
                 self._objects[key] = item, now
                 self._find_objects(now.values, _LEVELS)
                 found = type(item).__name__
+        now = self._of_outside()
+        if not now.is_as(self._outside):
+            self._outside = now
+            self._find_objects(now.values, _LEVELS)
+            found = found or _FUNCTION
         return found
 
     def statistics_changed(self, unit: UnitInModel) -> bool:
@@ -162,7 +173,7 @@ class Attributes:
         for name, value in module.__dict__.items():
             if name in _OF_MODULES:
                 known.values.append(value)
-                if type(value) in _CONTAINERS:
+                if isinstance(value, _CONTAINERS):
                     known.marks.append(len(value))
             elif name not in _DERIVED:
                 known.add(value)
@@ -177,9 +188,18 @@ class Attributes:
                     known.values.append(parameter)
         return known
 
+    def _of_outside(self) -> _Known:
+        """What functions and hooks of modules find outside of them."""
+        known = _Known()
+        for get, _ in self._variables:
+            known.add(get())
+        return known
+
     def _find_objects(self, values: Iterable[Any], levels: int) -> None:
         for value in values:
             if isinstance(value, _OTHERS) or id(value) in self._objects or not hasattr(value, "__dict__"):
+                continue
+            if is_of_others(value):
                 continue
             if len(self._objects) < _ITEMS_MAX:
                 known = _of_object(value)

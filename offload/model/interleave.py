@@ -337,7 +337,7 @@ class MicroBatches:
         kind = self.attributes.changed(around if arrived else None)
         if kind is None:
             return
-        reason = f"a {kind} keeps something of its forward in an attribute"
+        reason = f"a {kind} keeps something of its forward"
         if self._last_changer in (None, own):
             self._one_by_one = True  # this once: it may be a cache that was filled
             self.habits.say(reason)
@@ -346,7 +346,7 @@ class MicroBatches:
         self._last_changer = own
         before = self._before(own)
         if before:
-            self._refuse_order(own, before[0].index, f"has changed an attribute of a {kind}")
+            self._refuse_order(own, before[0].index, f"has changed what a {kind} keeps")
 
     def _look_for_statistics(self, own: MicroBatch, unit: UnitInModel) -> None:
         """See [Note: Buffers of torch's own modules], of a unit that the micro-batch has used again."""

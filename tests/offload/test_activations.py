@@ -6,6 +6,7 @@ import copy
 import ctypes
 import pickle
 import random
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import ActivationError, ConfigError, OffloadEngine, OffloadError, StorageIOError
-from offload.model.recompute import State
+from offload.model.forward_state import State
 from offload.tiers.activations.pool import ActivationPool
 from offload.torch_internals import can_swap_memory
 
@@ -315,6 +316,39 @@ def test_a_second_run_finds_nested_containers_and_objects_of_a_module_as_they_we
     assert (module.seen, module.counter.calls) == ({"inputs": [1, 2]}, 1)
     assert module.running_mean is after
     assert after.tolist() == [1.0] * 4
+
+
+CALLS = {"all": 0}
+
+
+class CountingInAGlobal(Odd):
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        CALLS["all"] += 1
+        return super().forward(*args, **kwargs) * (1 + 0.1 * (CALLS["all"] % 5))
+
+
+def test_a_second_run_leaves_globals_and_closures_of_forwards_and_hooks_as_they_were(tmp_path: Path):
+    found = []
+    for options in ({}, {"activations": "recompute"}):
+        CALLS["all"], seen, sums, number = 0, [], defaultdict(float), 0
+        torch.manual_seed(0)
+        random.seed(0)
+        model = OddModel()
+        model.blocks = nn.ModuleList(CountingInAGlobal(128) for _ in range(4))
+
+        def hook(module: nn.Module, args: object, seen=seen, sums=sums) -> None:
+            nonlocal number
+            number += 1
+            seen.append(number)
+            sums[number % 3] += 1.0
+
+        for block in model.blocks:
+            block.up.register_forward_pre_hook(hook)
+        with OffloadEngine(model, nvme_path=tmp_path, host_memory="9MiB", lr=1e-2, **options) as engine:
+            found.append((train(engine, 2), CALLS["all"], seen, dict(sums), number))
+    assert same(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+    assert found[0][1] == found[0][4] == 8
 
 
 def test_a_buffer_that_is_written_between_the_two_runs_is_an_error_unless_the_first_wrote_it_too():
