@@ -179,7 +179,10 @@ def changed_since(name: str, what: str) -> OffloadError:
 
 
 def _copied(container: Any) -> Any:
-    return next(copied(container) for kind, copied in _CONTAINERS.items() if isinstance(container, kind))
+    copied = _CONTAINERS.get(type(container))
+    if copied is None:
+        copied = next(copied for kind, copied in _CONTAINERS.items() if isinstance(container, kind))
+    return copied(container)
 
 
 def _differ(container: Any, before: Any) -> bool:

@@ -11,8 +11,8 @@ from torch import nn
 
 from misuses.case import Family
 from misuses.exact import SGD
-from misuses.place import gradients, values
-from misuses.strangers import WIDTH, Block, Net
+from misuses.place import gradients
+from misuses.strangers import WIDTH, Net
 
 ROWS = 160
 """An activation of 20 KiB: smaller ones than 16 KiB stay where they are."""
@@ -67,8 +67,15 @@ ACCUMULATED = JOINTS[:4]
 RESUMED = (*JOINTS[:3], "resumed")
 
 
-def program(family: Family, title: str, joints: tuple[str, ...] = PLAIN, **options: Any) -> Callable[[Any], Any]:
-    """A decorator: one case for each joint, whose bits are compared."""
+def program(
+    family: Family,
+    title: str,
+    joints: tuple[str, ...] = PLAIN,
+    refused: dict[str, str] | None = None,
+    **options: Any,
+) -> Callable[[Any], Any]:
+    """A decorator: one case for each joint, whose bits are compared. At those that are ``refused`` the engine's error
+    must match a pattern."""
 
     def add(body: Callable[[Run], Any]) -> Callable[[Run], Any]:
         for joint in joints:
@@ -77,15 +84,14 @@ def program(family: Family, title: str, joints: tuple[str, ...] = PLAIN, **optio
                 return body(Run(place, joint))
 
             case.__name__ = body.__name__ if joint == "plain" else f"{body.__name__}_{joint.replace(' ', '_')}"
-            family.same_bits(title if joint == "plain" else f"{title} ({joint})", **options)(case)
+            told = title if joint == "plain" else f"{title} ({joint})"
+            if joint in (refused or {}):
+                family.refused(told, (refused or {})[joint], **options)(case)
+            else:
+                family.same_bits(told, **options)(case)
         return body
 
     return add
-
-
-def backward(engine: Any, loss: torch.Tensor) -> float:
-    loss.backward()
-    return loss.item()
 
 
 def stepped(engine: Any) -> dict[str, Any]:
@@ -94,19 +100,3 @@ def stepped(engine: Any) -> dict[str, Any]:
     engine.optimizer.step()
     engine.optimizer.zero_grad()
     return found
-
-
-__all__ = [
-    "ACCUMULATED",
-    "JOINTS",
-    "PLAIN",
-    "RESUMED",
-    "Block",
-    "Net",
-    "Run",
-    "backward",
-    "batch",
-    "program",
-    "stepped",
-    "values",
-]

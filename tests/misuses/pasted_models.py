@@ -159,7 +159,10 @@ class FakeQuantised(Block):
 
 
 @program(
-    family, "`torch.ao.quantization.FakeQuantize` in blocks: observers on, then off, then quantisation alone", JOINTS
+    family,
+    "`torch.ao.quantization.FakeQuantize` in blocks: observers on, then off, then quantisation alone",
+    JOINTS,
+    refused={"resumed": "another model"},
 )
 def fake_quantised(run):
     def between(model, step):
@@ -951,6 +954,7 @@ def copied_block_teaches(run):
     family,
     "`parametrize.cached()` around the micro-batches of a step, a parametrisation with a buffer that it writes",
     ACCUMULATED,
+    refused={"recomputed": "saved other tensors", "over the tiers": "saved other tensors"},
 )
 def cached_parametrisation(run):
     class Scaled(nn.Module):

@@ -617,9 +617,7 @@ def gradual_unfreezing(run):
     return found, values(engine.module)
 
 
-@program(
-    family, "OneCycle with momentum, clipping by value, over accumulated micro-batches", ACCUMULATED
-)
+@program(family, "OneCycle with momentum, clipping by value, over accumulated micro-batches", ACCUMULATED)
 def one_cycle(run):
     def schedule(engine):
         return lr_scheduler.OneCycleLR(
