@@ -1,8 +1,8 @@
 """State of torch's generator on the CPU, moved on without its numbers.
 
 It is a Mersenne Twister (MT19937): 624 words, of which each gives a number, and which a twist replaces when all were
-given. To twist costs a fiftieth of what torch takes for numbers that nobody reads. torch promises no layout of the bytes
-of a state: ``numbers_of`` tries what this file believes of it, and says None where it is another."""
+given. To twist costs a fiftieth of what torch takes for numbers that nobody reads. torch promises no layout of a
+state's bytes: ``numbers_of`` tries what this file believes of it, and says None where it is another."""
 
 from __future__ import annotations
 

@@ -5,7 +5,9 @@ tensor of less than ``LEAST_BYTES`` stays as it is, and so does one that lives a
 ordinary tensor.
 
 [Note: The same bits] A tensor comes back with its bytes, sizes and strides, so every kernel sees what it would have
-seen. What lies in one piece of memory at one version is kept once, however often it is saved.
+seen. What lies in one piece of memory at one version is kept once, however often it is saved. Versions are those of one
+counter: tensors over one memory may have several (``tensor.data``, and the gates within ``nn.GRUCell``), and a write by
+one counter says nothing of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import nn
 from offload.model.saved_tensors import SavedTensors, UsesOfUnits, changed_in_place, unit_around
 from offload.model.unit_in_model import Call
 from offload.tiers.activations.pool import ActivationPool, Kept
-from offload.torch_internals import StorageReference, never_compiled
+from offload.torch_internals import StorageReference, keeps_version, never_compiled
 
 LEAST_BYTES = 16 << 10
 
@@ -31,12 +33,17 @@ _MAX_GAPS = 4
 class Shared:
     """Bytes of one storage that several saved tensors look at."""
 
-    __slots__ = ("__weakref__", "_kept", "_restored", "num_users", "num_waiting", "start", "stop", "storage", "version")
+    __slots__ = (
+        *("__weakref__", "_kept", "_restored", "num_users", "num_waiting", "start", "stop", "storage", "version"),
+        "witness",
+    )
 
-    def __init__(self, kept: Kept, storage: StorageReference, version: int, start: int, stop: int) -> None:
+    def __init__(self, kept: Kept, tensor: torch.Tensor, start: int, stop: int) -> None:
+        """They were kept as ``tensor`` has them now."""
         self._kept = kept
-        self.storage = storage
-        self.version = version
+        self.storage = StorageReference(tensor.untyped_storage())
+        self.version = tensor._version
+        self.witness = _witness_of(tensor)
         self.start = start
         self.stop = stop
         self.num_waiting = 0
@@ -61,13 +68,11 @@ class Shared:
 class Packed:
     """The object that a graph has in the place of a saved tensor."""
 
-    __slots__ = ("_layout", "_shared", "_version", "_witness", "call")
+    __slots__ = ("_layout", "_shared", "call")
 
     def __init__(self, tensor: torch.Tensor, shared: Shared, call: Call) -> None:
         shared.num_users += 1
         self._shared = shared
-        self._version = tensor._version
-        self._witness = _witness_of(tensor)
         first = (tensor.storage_offset() * tensor.itemsize - shared.start) // tensor.itemsize
         self._layout = tensor.dtype, first, tensor.shape, tensor.stride()
         self.call = call
@@ -76,8 +81,9 @@ class Packed:
         """The tensor as it was. Raises ``RuntimeError`` as torch does if it was changed in place since, and
         ``ActivationError``."""
         dtype, first, shape, stride = self._layout
-        if self._witness._version != self._version:
-            raise changed_in_place(self._witness, shape, self._version)
+        witness, version = self._shared.witness, self._shared.version
+        if witness._version != version:
+            raise changed_in_place(witness, shape, version)
         storage = self._shared.bring()
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, first, shape, stride)  # type: ignore[call-overload,no-any-return]
 
@@ -147,7 +153,7 @@ class OffloadedTensors(SavedTensors):
             return None
         start, stop = _span_of(tensor)
         is_inside = shared.start <= start and stop <= shared.stop
-        if not is_inside or (start - shared.start) % tensor.itemsize:
+        if not is_inside or (start - shared.start) % tensor.itemsize or not _count_as_one(tensor, shared.witness):
             return None
         shared.renew(self.uses.context.order)
         return shared
@@ -160,7 +166,7 @@ class OffloadedTensors(SavedTensors):
         kept = self._pool.keep(storage, start, stop - start, self.uses.context.order, spills=self._spills)
         if kept is None:
             return None
-        shared = Shared(kept, StorageReference(storage), tensor._version, start, stop)
+        shared = Shared(kept, tensor, start, stop)
         key = storage._cdata
         self._shared[key] = weakref.ref(shared, lambda gone: _forget(self._shared, key, gone))
         return shared
@@ -177,6 +183,14 @@ def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * size, (first + int(last) + 1) * size
+
+
+def _count_as_one(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """They have one counter of versions."""
+    with keeps_version(one):
+        before = other._version
+        torch.autograd.graph.increment_version(one)
+        return other._version != before
 
 
 def _witness_of(tensor: torch.Tensor) -> torch.Tensor:

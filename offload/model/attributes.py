@@ -1,35 +1,81 @@
 """Tells whether a forward has changed what modules know: attributes, hooks, buffers, parameters that are not the
 engine's.
 
-A module may keep something of a forward in an attribute and read it later (an auxiliary loss, a hidden state), or be
-called with other parameters (``torch.func.functional_call``). Micro-batches that are under way together would find what
-another one has left there.
+A module may keep something of a forward in an attribute and read it later (an auxiliary loss, a hidden state), write to
+a tensor that it has (a queue, a codebook, running statistics), count in an object that modules share, in a global or in
+a closure, or be called with other parameters (``torch.func.functional_call``). Micro-batches that are under way
+together would find what another one has left there.
+
+[Note: Buffers of torch's own modules] Running statistics are read and written by the module's forward alone. So they
+come in the order of a loop where each micro-batch uses the unit once, and in another one where it uses it again.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import is_
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
+from offload.model.named import is_of_others, outside_of
+from offload.model.own_writes import bytes_hash
+from offload.model.recompute import RecomputedForward
 from offload.model.unit_in_model import UnitInModel
 
-_CONTAINERS = {list, dict, set, deque, OrderedDict}
+_CONTAINERS = (list, dict, set, deque, tuple)
 _DERIVED = {"_flat_weights", "_flat_weight_refs"}
 """Attributes that recurrent modules make of their parameters anew in each forward, which find other ones there than
 before."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Names of what each module has."""
+_OTHERS = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, RecomputedForward)
+"""Types of values whose attributes are not searched."""
+_FUNCTION = "function or hook of a module"
+_ITEMS_MAX = 1000
+"""Of a larger container the length alone is compared, and no more objects are searched."""
+_LEVELS = 3
+"""Of containers in containers, and of objects in objects."""
 
-_Known = tuple[list[Any], list[int]]
+
+@dataclass
+class _Known:
+    """What a module or an object has."""
+
+    values: list[Any] = field(default_factory=list)
+    """Compared by identity."""
+    marks: list[int] = field(default_factory=list)
+    """Lengths, versions, and which parameters are to be trained."""
+
+    def add(self, value: Any, levels: int = _LEVELS) -> None:
+        self.values.append(value)
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter):
+                self.marks.append(_version(value))
+        elif isinstance(value, _CONTAINERS):
+            self.marks.append(len(value))
+            if levels and len(value) <= _ITEMS_MAX:
+                for item in list(dict.values(value) if isinstance(value, dict) else value):
+                    self.add(item, levels - 1)
+
+    def is_as(self, other: _Known) -> bool:
+        return (
+            self.marks == other.marks
+            and len(self.values) == len(other.values)
+            and all(map(is_, self.values, other.values))
+        )
 
 
 class Attributes:
-    """Compares modules with what they were when they were looked at last: by identity, containers by length, and
-    parameters by what is to be trained. Hooks on weights of the engine are counted.
+    """Compares modules, and objects among their attributes, with what they were when they were looked at last.
+    Hooks on weights of the engine are counted.
 
-    Between two uses of units, only modules of the units around may have changed, and those that are in none.
+    Between two uses of units, only modules of the units around may have changed, those that are in none, objects, and
+    variables outside of modules.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[UnitInModel]) -> None:
@@ -40,26 +86,76 @@ class Attributes:
         self._num_hooks = {unit: unit.num_weight_hooks for unit in units}
         seen: set[nn.Module] = set()
         self._sort(model, None, of_unit, seen)
+        self._statistics = {
+            module: list(map(_version, _buffers(module))) for unit in units for module in self._own_of_torch(unit)
+        }
+        """Of each module of torch's own in a unit: see [Note: Buffers of torch's own modules]."""
         self._known = {module: self._of(module) for module in seen}
+        self._objects: dict[int, tuple[Any, _Known]] = {}
+        for known in list(self._known.values()):
+            self._find_objects(known.values, _LEVELS)
+        self._variables = outside_of(list(seen))
+        self._outside = self._of_outside()
+        self._find_objects(self._outside.values, _LEVELS)
 
-    def changed(self, units: Iterable[UnitInModel]) -> str | None:
-        """The class of a module that was changed, of those in ``units`` and those in none; None if there is none."""
-        found, units = None, list(units)
+    def changed(self, units: Iterable[UnitInModel] | None = None) -> str | None:
+        """The class of a module or an object that was changed, of those in ``units`` and those in none, or who else
+        has changed a variable outside of modules; None if there is none. Without ``units`` all are looked at."""
+        found, units = None, list(self._inside if units is None else units)
         for unit in units:
             if (num_hooks := unit.num_weight_hooks) != self._num_hooks[unit]:
                 self._num_hooks[unit] = num_hooks
                 found = type(unit.spec.modules[0]).__name__
         for module in self._candidates(units):
-            known, now = self._known[module], self._of(module)
-            if len(known[0]) != len(now[0]) or known[1] != now[1] or not all(map(is_, known[0], now[0])):
+            now = self._of(module)
+            if not now.is_as(self._known[module]):
                 self._known[module] = now
+                self._find_objects(now.values, _LEVELS)
                 found = type(module).__name__
+        for key, (item, known) in list(self._objects.items()):
+            now = _of_object(item)
+            if not now.is_as(known):
+                self._objects[key] = item, now
+                self._find_objects(now.values, _LEVELS)
+                found = type(item).__name__
+        now = self._of_outside()
+        if not now.is_as(self._outside):
+            self._outside = now
+            self._find_objects(now.values, _LEVELS)
+            found = found or _FUNCTION
         return found
+
+    def statistics_changed(self, unit: UnitInModel) -> bool:
+        """A module of torch's own in the unit has written to its buffers since this was asked."""
+        found = False
+        for module in self._own_of_torch(unit):
+            now = list(map(_version, _buffers(module)))
+            found |= now != self._statistics[module]
+            self._statistics[module] = now
+        return found
+
+    def hashes(self) -> dict[int, int]:
+        """Hashes of the bytes of all tensors that modules and objects have, but for statistics, by the tensors' ids. A
+        write through ``.data`` shows there alone."""
+        holders = [*self._known.values(), *(known for _, known in self._objects.values())]
+        tensors = {id(value): value for known in holders for value in known.values if isinstance(value, torch.Tensor)}
+        statistics = {id(buffer) for module in self._statistics for buffer in _buffers(module)}
+        return {
+            key: bytes_hash(tensor) for key, tensor in tensors.items() if key not in statistics and _has_bytes(tensor)
+        }
+
+    def everything(self) -> Iterator[Any]:
+        """All that modules and objects have."""
+        for known in [*self._known.values(), *(known for _, known in self._objects.values())]:
+            yield from known.values
 
     def _candidates(self, units: Iterable[UnitInModel]) -> Iterator[nn.Module]:
         yield from self._around
         for unit in units:
             yield from self._inside[unit]
+
+    def _own_of_torch(self, unit: UnitInModel) -> Iterator[nn.Module]:
+        return filter(_is_of_torch, self._inside[unit])
 
     def _sort(
         self, module: nn.Module, unit: UnitInModel | None, of_unit: dict[nn.Module, UnitInModel], seen: set[nn.Module]
@@ -80,9 +176,72 @@ class Attributes:
     def _of(self, module: nn.Module) -> _Known:
         """Attributes of the module. The engine's parameters and their handles take each other's place: they are left
         out."""
-        values = [value for name, value in module.__dict__.items() if name not in _DERIVED]
-        lengths = [len(value) for value in values if type(value) in _CONTAINERS]
-        lengths += [value.requires_grad for value in module._parameters.values() if value is not None]
-        values += module._buffers.values()
-        values += [value for value in module._parameters.values() if id(value) not in self._of_engine]
-        return values, lengths
+        known = _Known()
+        for name, value in module.__dict__.items():
+            if name in _OF_MODULES:
+                known.values.append(value)
+                if isinstance(value, _CONTAINERS):
+                    known.marks.append(len(value))
+            elif name not in _DERIVED:
+                known.add(value)
+        buffers = _buffers(module)
+        known.values += buffers
+        if module not in self._statistics:
+            known.marks += map(_version, buffers)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                known.marks.append(parameter.requires_grad)
+                if id(parameter) not in self._of_engine:
+                    known.values.append(parameter)
+        return known
+
+    def _of_outside(self) -> _Known:
+        """What functions and hooks of modules find outside of them."""
+        known = _Known()
+        for get, _ in self._variables:
+            known.add(get())
+        return known
+
+    def _find_objects(self, values: Iterable[Any], levels: int) -> None:
+        for value in values:
+            if isinstance(value, _OTHERS) or id(value) in self._objects or not hasattr(value, "__dict__"):
+                continue
+            if is_of_others(value):
+                continue
+            if len(self._objects) < _ITEMS_MAX:
+                known = _of_object(value)
+                self._objects[id(value)] = value, known
+                if levels:
+                    self._find_objects(known.values, levels - 1)
+
+
+def _of_object(item: Any) -> _Known:
+    known = _Known()
+    for value in list(vars(item).values()):
+        known.add(value)
+    return known
+
+
+def _buffers(module: nn.Module) -> Collection[torch.Tensor]:
+    return [buffer for buffer in module._buffers.values() if buffer is not None]
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Its forward is torch's, and nobody else's reads its buffers."""
+    return type(module).forward.__module__.split(".")[0] == "torch"
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """That of the tensor's bytes. Those of inference have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Bytes that can be hashed, and are no weight's."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and tensor.device.type != "meta"
+        and tensor.untyped_storage().nbytes() > 0
+    )

@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from offload.model.attributes import Attributes
-from offload.model.draws import random_states
+from offload.model.draws import generators_among, known_to, random_states
 from offload.model.habits import TOGETHER, Habits
 from offload.model.hook_context import HookContext
+from offload.model.micro_batch import Ended, MicroBatch, Place, Stage
 from offload.model.surroundings import Surroundings
 from offload.model.under_way import in_thread
 from offload.model.unit_in_model import UnitInModel
@@ -41,75 +41,6 @@ from offload.units import ParameterSpec
 from swapper import OffloadError
 
 _SLICE_S = 0.1
-
-
-class Stage(Enum):
-    """Stage of a micro-batch.
-
-    - ``WAITING``: it is about to use a unit, or to begin.
-    - ``COMPUTING``: its thread has the turn.
-    - ``OVER``: its thread touches nothing any more.
-    """
-
-    WAITING = auto()
-    COMPUTING = auto()
-    OVER = auto()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Point that a micro-batch has come to: what it is about to do."""
-
-    unit: UnitInModel
-    backward: bool
-
-    @property
-    def progress(self) -> tuple[bool, int]:
-        """Grows on the way through the model and back, as far as units are used in their order."""
-        return self.backward, -self.unit.spec.index if self.backward else self.unit.spec.index
-
-
-class Ended(BaseException):
-    """Ends a micro-batch because of another one's error. No ``Exception``: the user's code is not to handle it."""
-
-
-@dataclass(eq=False)
-class MicroBatch:
-    """One call of the user's function."""
-
-    context: HookContext
-    stage: Stage = Stage.WAITING
-    place: Place | None = None
-    """The last use that it came to."""
-    gives: ParameterSpec | None = None
-    """It waits there in the middle of a backward, to give this one a gradient."""
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    """Semaphore that its thread waits for."""
-    states: tuple[Any, ...] = ()
-    """Of random generators, when it got its turn."""
-    last_unit: UnitInModel | None = None
-    """The one that it used last."""
-    used: set[UnitInModel] = field(default_factory=set)
-    calls: dict[UnitInModel, set[int]] = field(default_factory=dict)
-    """Beginning of each call of a unit, of those whose backward is to come."""
-    given: set[ParameterSpec] = field(default_factory=set)
-    """Parameters that it gave a gradient."""
-    is_one: bool = True
-    """False: there was none left for it."""
-    result: Any = None
-
-    @property
-    def index(self) -> int:
-        """Place of its turn in a loop."""
-        return self.context.index
-
-    @property
-    def unit(self) -> UnitInModel | None:
-        """The one that it used last, or will use next."""
-        return None if self.place is None else self.place.unit
-
-    def num_calls(self, unit: UnitInModel) -> int:
-        return len(self.calls.get(unit, ()))
 
 
 class Switch(Protocol):
@@ -140,6 +71,7 @@ class MicroBatches:
     def __post_init__(self) -> None:
         self._all: list[MicroBatch] = []
         self._num_calls = self.hooks.context.num_calls
+        self._generators = generators_among([*self.attributes.everything(), *known_to(self.function)])
         self._own: MicroBatch
         """The one that computes."""
         self._there_may_be_more = True
@@ -207,14 +139,14 @@ class MicroBatches:
         self._end_if_failed()
         self._look_for_draws(own)
         self._look_for_changes(own, unit)
-        if self.surroundings.casts_are_kept():
-            self._run_one_by_one(
-                "autocast keeps its casts for all threads in one place (precision=, or autocast's cache_enabled=False, "
-                "keep none)"
-            )
+        kept = self.surroundings.kept_for_all_threads()
+        if kept is not None:
+            self._run_one_by_one(kept)
         own.place = Place(unit, backward)
         self._pause(own)
         own.used.add(unit)
+        if not backward:
+            (own.repeated if unit in own.entered else own.entered).add(unit)
         own.last_unit = unit
         self._last_place = own.place
 
@@ -334,7 +266,7 @@ class MicroBatches:
 
     def _wait_for_turn(self, own: MicroBatch) -> None:
         own.turn.acquire()
-        own.states = random_states(self.surroundings.device)
+        own.states = self._random_states()
         self._end_if_failed()
 
     # The thread of one.
@@ -345,10 +277,12 @@ class MicroBatches:
             self._wait_for_turn(own)
             own.stage = Stage.COMPUTING
             try:
+                before = self.attributes.hashes() if self.first_is_alone else {}
                 with self.surroundings.entered(), in_thread(self):
                     self._call(own)
                 self._look_for_draws(own)
                 self._look_for_changes(own)
+                self._look_behind_versions(before)
             finally:
                 self.hooks.end_calls()
         except Ended:
@@ -382,7 +316,7 @@ class MicroBatches:
 
     def _look_for_draws(self, own: MicroBatch) -> None:
         """See whether the micro-batch has drawn random numbers since it got its turn."""
-        states = random_states(self.surroundings.device)
+        states = self._random_states()
         if states == own.states:
             return
         own.states = states
@@ -397,10 +331,13 @@ class MicroBatches:
     def _look_for_changes(self, own: MicroBatch, *arrived: UnitInModel) -> None:
         """See whether modules know something of this micro-batch that another one would find."""
         last = () if own.last_unit is None else (own.last_unit,)
-        kind = self.attributes.changed(dict.fromkeys([*last, *arrived, *own.context.in_forward]))
+        around = dict.fromkeys([*last, *arrived, *own.context.in_forward])
+        for unit in own.repeated.intersection(around):
+            self._look_for_statistics(own, unit)
+        kind = self.attributes.changed(around if arrived else None)
         if kind is None:
             return
-        reason = f"a {kind} keeps something of its forward in an attribute"
+        reason = f"a {kind} keeps something of its forward"
         if self._last_changer in (None, own):
             self._one_by_one = True  # this once: it may be a cache that was filled
             self.habits.say(reason)
@@ -409,7 +346,27 @@ class MicroBatches:
         self._last_changer = own
         before = self._before(own)
         if before:
-            self._refuse_order(own, before[0].index, f"has changed an attribute of a {kind}")
+            self._refuse_order(own, before[0].index, f"has changed what a {kind} keeps")
+
+    def _look_for_statistics(self, own: MicroBatch, unit: UnitInModel) -> None:
+        """See [Note: Buffers of torch's own modules], of a unit that the micro-batch has used again."""
+        if not self.attributes.statistics_changed(unit):
+            return
+        self._run_one_by_one(
+            f"the function uses {unit.spec.name} several times, which keeps statistics of its forwards"
+        )
+        for other in self._all:
+            if other is not own and other.stage is not Stage.OVER and unit in other.used:
+                self._refuse_order(own, other.index, f"has changed statistics of {unit.spec.name}")
+
+    def _look_behind_versions(self, before: dict[int, int]) -> None:
+        """See whether the first micro-batch of all has written to tensors that modules have, through ``.data``."""
+        now = self.attributes.hashes() if before else {}
+        if any(now.get(key, value) != value for key, value in before.items()):
+            self._run_one_by_one("the function writes to a tensor that a module keeps")
+
+    def _random_states(self) -> tuple[Any, ...]:
+        return random_states(self.surroundings.device, self._generators)
 
     def _run_one_by_one(self, reason: str) -> None:
         self._one_by_one = True

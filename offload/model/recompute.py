@@ -17,41 +17,25 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from itertools import chain
-from operator import is_
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.errors import ConfigError
-from offload.model.draws import Generators
 from offload.model.forward_costs import Unmeasured
+from offload.model.forward_state import State, changed_since, not_to_be_run_again, version_of
 from offload.model.ran_in import RanIn
 from offload.model.scripted import stopped_in_script
 from offload.model.under_way import in_first_run
 from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import graph_task, put_together, taken_apart, top_hooks_step_aside
-from swapper import OffloadError
 
 Weights: TypeAlias = tuple[list[int], list[int]]
 """A ``mark`` of a unit's weights."""
-
-_DERIVED = ("_flat_weights", "_flat_weight_refs")
-_MISSING = object()
-_CONTAINERS = (list, dict, set, deque, OrderedDict)
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Names of what each module has."""
-_OTHERS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
-"""Types of arguments whose attributes are not searched."""
-_OBJECTS_MAX = 10_000
-_COPIED_BYTES = 1 << 20
-"""Statistics of a module take less: a larger tensor of a module is not copied before each forward."""
 
 
 class RecomputedForward:
@@ -132,7 +116,7 @@ class RecomputedForward:
             for mark, now in zip(found, self.unit.own_writes.mark, strict=True):
                 for spec, one, other in zip(self.unit.watched, mark, now, strict=False):
                     if one != other:
-                        raise _changed_since(self.unit.spec.name, spec.name)
+                        raise changed_since(self.unit.spec.name, spec.name)
             with stopped_in_script():
                 output = run()
         finally:  # it ends by an exception as soon as all is there
@@ -150,12 +134,12 @@ class RecomputedForward:
             self._refuse_twice("adds hooks to its weights")
 
     def _refuse_twice(self, what: str) -> None:
-        raise _not_to_be_run_again(self.unit.spec.name, f"{what}, which a second run would do again")
+        raise not_to_be_run_again(self.unit.spec.name, f"{what}, which a second run would do again")
 
     def weights(self) -> Weights:
         """A first run is over: what it has found. Raises ``ConfigError`` if it has written to the unit's weights."""
         if self.unit.own_writes.is_written():
-            raise _not_to_be_run_again(
+            raise not_to_be_run_again(
                 self.unit.spec.name, "writes to its weights, which a second run would not find as they were"
             )
         return self.unit.own_writes.mark
@@ -244,10 +228,10 @@ class _Runs(_RunsOfCall):
     def __call__(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = self._again(tensors) if self._given is None else self._given
         is_first, self._given = self._given is not None, None
-        versions = [_version(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         output = self._run([*self._leaves, *tensors], lambda: self._forward(*args, **kwargs))
-        if is_first and versions != [_version(tensor) for tensor in tensors]:
-            raise _not_to_be_run_again(
+        if is_first and versions != [version_of(tensor) for tensor in tensors]:
+            raise not_to_be_run_again(
                 self._of.unit.spec.name, "writes to its arguments, which a second run would not find as they were"
             )
         return output
@@ -259,137 +243,6 @@ class _Runs(_RunsOfCall):
             for place in places:
                 leaves[place] = tensor
         return put_together(leaves, self._structure)
-
-
-class State:
-    """The state that a forward may change beside tensors: attributes of modules and weights, buffers, objects among its
-    arguments (a cache), and random generators, also those of their own."""
-
-    def __init__(self, module: nn.Module, arguments: Sequence[Any], name: str) -> None:
-        self._name = name
-        self._generators = Generators()
-        self._known: dict[int, tuple[Any, Any]] = {}
-        """Containers, each with a copy, by their ``id``."""
-        self._tensors: list[tuple[Any, Any, torch.Tensor, int, torch.Tensor | None]] = []
-        """Those in containers: the container, the key, the tensor, its version, and a copy if there is one."""
-        self._unchanged: list[tuple[str, torch.Tensor, int]] = []
-        """Their names and versions."""
-        for each in module.modules():
-            self._know(vars(each), copied=True)
-            for key, value in vars(each).items():
-                if key in _OF_MODULES:
-                    if type(value) in _CONTAINERS:  # buffers are in one of them
-                        self._know(value, copied=True)
-                elif not isinstance(value, RecomputedForward):
-                    self._look_into(value, num_levels=1, copied=True)
-            for parameter in each.parameters(recurse=False):
-                self._known[id(vars(parameter))] = vars(parameter), copy(vars(parameter))
-        for argument in arguments:
-            self._look_into(argument, num_levels=_OBJECTS_MAX)
-
-    def compare(self) -> None:
-        """The first run is over. Raises ``ConfigError``."""
-        for container, key, tensor, version, values in self._tensors:
-            name = key if isinstance(key, str) else f"element {key!r} of a {type(container).__name__}"
-            is_written = _version(tensor) != version
-            if values is None and is_written:
-                raise _not_to_be_run_again(
-                    self._name, f"changes {name} in place, a tensor that is not copied for a second run"
-                )
-            if values is not None and (is_written or not torch.equal(values, tensor)):
-                self._known[id(container)][1][key] = values  # kernels change statistics behind the version
-            else:
-                self._unchanged.append((name, tensor, version))
-        self._tensors = []
-        self._generators.compare()
-
-    @contextmanager
-    def before(self) -> Iterator[None]:
-        """Within, all is as it was before the first run; then it is again as it is now. Raises ``OffloadError``."""
-        for name, tensor, version in self._unchanged:
-            if _version(tensor) != version:
-                raise _changed_since(self._name, name)
-        changed = [(container, before) for container, before in self._known.values() if _differ(container, before)]
-        now = [(container, copy(container)) for container, _ in changed]
-        try:
-            for container, before in changed:
-                _restore(container, before)
-            with self._generators.rewound():
-                yield
-        finally:
-            for container, after in now:
-                _restore(container, after)
-
-    def _know(self, container: Any, *, copied: bool) -> None:
-        """``copied``: as it was, with small tensors in it. Others are watched."""
-        if id(container) in self._known:
-            return
-        self._known[id(container)] = container, copy(container)
-        if isinstance(container, (dict, list)):
-            for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-                if _is_ordinary(value):
-                    is_small = copied and value.nbytes <= _COPIED_BYTES
-                    values = value.detach().clone() if is_small else None
-                    self._tensors.append((container, key, value, _version(value), values))
-
-    def _look_into(self, value: Any, num_levels: int, *, copied: bool = False) -> None:
-        """Know the containers in it, and attributes of objects: of objects in objects, too, for so many levels."""
-        self._generators.look_at(value)
-        is_object = type(value) not in (*_CONTAINERS, tuple)
-        if is_object and (not num_levels or not hasattr(value, "__dict__") or isinstance(value, _OTHERS)):
-            return
-        content = vars(value) if is_object else value
-        if type(content) is not tuple:
-            if id(content) in self._known or len(self._known) > _OBJECTS_MAX:
-                return
-            self._know(content, copied=copied)
-        for item in list(content.values() if isinstance(content, dict) else content):
-            self._look_into(item, num_levels - is_object, copied=copied)
-
-
-def _is_ordinary(value: Any) -> bool:
-    """A tensor with bytes of its own, no weight."""
-    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.layout is torch.strided
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """That of the tensor's bytes. Those of inference have none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _not_to_be_run_again(name: str, reason: str) -> ConfigError:
-    return ConfigError(f'unit {name}: its forward {reason}. Do not recompute it: activations={{"{name}": "keep", ...}}')
-
-
-def _changed_since(name: str, what: str) -> OffloadError:
-    return OffloadError(
-        f"unit {name}: {what} was changed after a forward had begun and before its backward, which runs that forward "
-        "again and would find something else. Change it after the backward, or do not recompute: "
-        f'activations={{"{name}": "keep", ...}}'
-    )
-
-
-def _differ(container: Any, before: Any) -> bool:
-    if len(container) != len(before):
-        return True
-    if isinstance(container, dict):
-        return any(container.get(key, _MISSING) is not value for key, value in before.items() if key not in _DERIVED)
-    return not all(map(is_, container, before)) if isinstance(container, (list, deque)) else container != before
-
-
-def _restore(container: Any, content: Any) -> None:
-    if isinstance(container, dict):
-        for key in [key for key in container if key not in content]:
-            del container[key]
-    elif isinstance(container, list):
-        container[:] = content
-        return
-    else:
-        container.clear()
-    if isinstance(container, deque):
-        container.extend(content)
-    else:
-        container.update(content)
 
 
 def recomputed_modules(units: Sequence[UnitInModel]) -> dict[UnitInModel, nn.Module]:

@@ -7,9 +7,10 @@ import contextvars
 from collections.abc import Iterator
 
 import torch
+from torch.nn.utils import parametrize
 
 from offload.device.protocol import Processor
-from offload.torch_internals import others_listen
+from offload.torch_internals import found, others_listen
 
 
 class Surroundings:
@@ -17,8 +18,8 @@ class Surroundings:
 
     Modes of grad, of inference and of autocast, the default device, the device's stream and the number of threads are
     carried. What listens to operations (``TorchFunctionMode``, ``TorchDispatchMode``, ``saved_tensors_hooks``,
-    transforms of ``torch.func``) and the casts that autocast keeps cannot be: ``can_be_carried`` says whether there is
-    none.
+    transforms of ``torch.func``) and what torch keeps for all threads cannot be: ``can_be_carried`` says whether there
+    is none.
     """
 
     def __init__(self, processor: Processor) -> None:
@@ -34,12 +35,20 @@ class Surroundings:
         self._default_device = torch.get_default_device()
         self._num_threads = torch.get_num_threads()
         self._variables = contextvars.copy_context()
-        self.can_be_carried = not others_listen() and not self.casts_are_kept()
+        self.can_be_carried = not others_listen() and self.kept_for_all_threads() is None
 
-    def casts_are_kept(self) -> bool:
-        """Autocast keeps casts of weights, with their part of the graph, in one place for all threads."""
+    def kept_for_all_threads(self) -> str | None:
+        """The reason why micro-batches would find a part of another one's graph: torch keeps it in one place for all
+        threads. None: it does not."""
         is_on = any(torch.is_autocast_enabled(kind) for kind in _kinds(self.device))
-        return is_on and torch.is_autocast_cache_enabled()
+        if is_on and torch.is_autocast_cache_enabled():
+            return (
+                "autocast keeps its casts for all threads in one place (precision=, or autocast's cache_enabled=False, "
+                "keep none)"
+            )
+        if found(parametrize, "_cache_enabled"):
+            return "torch.nn.utils.parametrize.cached() keeps weights for all threads in one place"
+        return None
 
     def variables(self) -> contextvars.Context:
         """A copy of the context variables, to run a thread's work in."""

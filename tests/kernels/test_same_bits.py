@@ -27,8 +27,8 @@ from offload.kernels import (
     round_randomly,
     split_master,
     sum_squares,
-    update,
     twist,
+    update,
 )
 from offload.native_optimizers import AdagradCoef, AdamCoef, Coef, LionCoef, SgdCoef
 

@@ -47,6 +47,9 @@ _FILES = (
     "threads",
     "lifetime",
     "libraries",
+    "pasted_loops",
+    "pasted_models",
+    "pasted_steps",
 )
 
 FAMILIES: list[Family] = [import_module(f"misuses.{file}").family for file in _FILES]

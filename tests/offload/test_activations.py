@@ -6,6 +6,7 @@ import copy
 import ctypes
 import pickle
 import random
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import ActivationError, ConfigError, OffloadEngine, OffloadError, StorageIOError
-from offload.model.recompute import State
+from offload.model.forward_state import State
 from offload.model.scripted import stopped_in_script
 from offload.tiers.activations.pool import ActivationPool
 from offload.torch_internals import can_swap_memory
@@ -188,6 +189,24 @@ def test_accumulated_retained_and_repeated_backwards_have_the_bits_of_keep(make_
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell])
+def test_parts_of_one_memory_with_counters_of_their_own_are_kept_as_each_is(cell: type[nn.Module], tmp_path: Path):
+    """The gates of a cell are written in place, each by a counter of its own, and saved at equal versions."""
+    found = []
+    for options in ({}, MODES["nvme"]):
+        torch.manual_seed(0)
+        model = nn.ModuleList([cell(64, 64), nn.Linear(64, 64)])
+        with OffloadEngine(model, nvme_path=tmp_path, host_memory="8MiB", **options) as engine:
+            x = torch.randn(96, 64)
+            first = model[0](x)
+            last = model[0](x, first)
+            model[1](last if cell is nn.GRUCell else last[0]).square().mean().backward()
+            found.append([parameter.grad.detach().clone() for parameter in model.parameters()])
+            engine.optimizer.step()
+            assert not options or engine.report().activations.kept_bytes > 0
+    assert all(map(torch.equal, *found))
+
+
 def test_a_change_in_place_of_what_was_kept_is_torchs_own_error(make_model, tmp_path: Path):
     with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="8MiB", **MODES["nvme"]) as engine:
         inputs = []
@@ -340,6 +359,39 @@ def test_a_second_run_finds_nested_containers_and_objects_of_a_module_as_they_we
     assert (module.seen, module.counter.calls) == ({"inputs": [1, 2]}, 1)
     assert module.running_mean is after
     assert after.tolist() == [1.0] * 4
+
+
+CALLS = {"all": 0}
+
+
+class CountingInAGlobal(Odd):
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        CALLS["all"] += 1
+        return super().forward(*args, **kwargs) * (1 + 0.1 * (CALLS["all"] % 5))
+
+
+def test_a_second_run_leaves_globals_and_closures_of_forwards_and_hooks_as_they_were(tmp_path: Path):
+    found = []
+    for options in ({}, {"activations": "recompute"}):
+        CALLS["all"], seen, sums, number = 0, [], defaultdict(float), 0
+        torch.manual_seed(0)
+        random.seed(0)
+        model = OddModel()
+        model.blocks = nn.ModuleList(CountingInAGlobal(128) for _ in range(4))
+
+        def hook(module: nn.Module, args: object, seen=seen, sums=sums) -> None:
+            nonlocal number
+            number += 1
+            seen.append(number)
+            sums[number % 3] += 1.0
+
+        for block in model.blocks:
+            block.up.register_forward_pre_hook(hook)
+        with OffloadEngine(model, nvme_path=tmp_path, host_memory="9MiB", lr=1e-2, **options) as engine:
+            found.append((train(engine, 2), CALLS["all"], seen, dict(sums), number))
+    assert same(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+    assert found[0][1] == found[0][4] == 8
 
 
 def test_a_buffer_that_is_written_between_the_two_runs_is_an_error_unless_the_first_wrote_it_too():

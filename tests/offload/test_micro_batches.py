@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny import Block, Tiny, batches, least_budget, loss_of
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from offload import OffloadEngine, OffloadError
@@ -219,6 +221,74 @@ class WithNorm(Tiny):
     def __init__(self) -> None:
         super().__init__(width=64)
         self.embed = nn.Embedding(256, 64, max_norm=1.0)
+
+
+class Centring(Tiny):
+    """A buffer is read in the beginning of a forward, and written in its end."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(width=64)
+        self.register_buffer("centre", torch.zeros(64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) - self.centre
+        for block in self.blocks:
+            x = block(x)
+        self.move(x.detach().mean((0, 1)))
+        return self.head(self.norm(x))
+
+    def move(self, mean: Tensor) -> None:
+        with torch.no_grad():
+            self.centre.lerp_(mean, 0.1)
+
+
+class CentringByData(Centring):
+    """Neither the buffer's identity nor its version shows it."""
+
+    def move(self, mean: Tensor) -> None:
+        self.centre.data.lerp_(mean, 0.1)
+
+
+class CountingInAnObject(Centring):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = SimpleNamespace(inner=SimpleNamespace(calls={"all": 0}))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * (1 + 0.1 * self.shared.inner.calls["all"])
+
+    def move(self, mean: Tensor) -> None:
+        self.shared.inner.calls["all"] += 1
+
+
+class NormedTwice(Centring):
+    """Statistics of torch's own modules are read and written in each of two uses of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = self.statistics(block(x).transpose(1, 2)).transpose(1, 2)
+        return self.head(self.norm(x))
+
+
+class OwnGenerator(Centring):
+    """All blocks draw from one generator of the program's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = torch.Generator().manual_seed(1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x) * (torch.rand(64, generator=self.draws) > 0.1)
+        return self.head(self.norm(x))
 
 
 @dataclass
@@ -458,6 +528,11 @@ def test_micro_batches_that_only_look_need_no_backward(tmp_path: Path):
         (Remembering, "Remembering keeps something"),
         (Generated, "Linear keeps something"),
         (Hooking, "Hooking keeps something"),
+        (Centring, "Centring keeps something"),
+        (CentringByData, "writes to a tensor that a module keeps"),
+        (CountingInAnObject, "SimpleNamespace keeps something"),
+        (NormedTwice, "several times, which keeps statistics"),
+        (OwnGenerator, "draws random numbers"),
     ],
 )
 def test_micro_batches_run_one_by_one_where_they_must(make: Callable[[], nn.Module], reason: str, tmp_path: Path):
@@ -477,6 +552,25 @@ def test_numbers_drawn_before_the_model_hold_back_the_first_call_alone(tmp_path:
     together.check_bits_of(loop)
     assert together.read_bytes[0] > 0.8 * loop.read_bytes[0]
     assert together.read_bytes[-1] < 0.6 * loop.read_bytes[-1]
+
+
+def test_parametrisations_that_are_cached_are_not_shared(tmp_path: Path):
+    class Halving(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    class Halved(Tiny):
+        def __init__(self) -> None:
+            super().__init__(width=64)
+            parametrize.register_parametrization(self.head, "weight", Halving())
+
+    def cached(engine: OffloadEngine, micro_batch: Any) -> float:
+        with parametrize.cached():
+            return forward_and_backward(engine, micro_batch)
+
+    loop = train(Halved, tmp_path, 3, together=False, body=cached)
+    with pytest.warns(UserWarning, match=r"engine.together.*parametrize\.cached"):
+        train(Halved, tmp_path, 3, together=True, body=cached).check_bits_of(loop)
 
 
 def test_casts_that_autocast_keeps_are_not_shared(tmp_path: Path):

@@ -22,6 +22,7 @@ _SLICE = [
     *("energy_in_block", "main_grad_by_function", "jacobian_in_recomputed", "recorded_in_recomputed"),
     *("swapped_parameters", "weights_transposed_before", "gan_of_two_backwards", "overridden_methods"),
     *("saves_once", "saves_dual_numbers", "saves_packed_inside", "together_two_graphs", "together_freezes_in_forward"),
+    *("truncated_by_deque_over_the_tiers", "byol_with_buffers_together", "kronecker_factors_recomputed"),
     *("equilibrium_with_a_hook_recomputed", "keywords_and_named_tuples_recomputed", "group_split_by_hand_torch"),
 ]
 

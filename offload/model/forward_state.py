@@ -1,0 +1,207 @@
+"""The state that a forward finds beside weights and inputs: what a second run of it must find as the first one did.
+
+[Note: Outside of modules] Functions of the modules' classes, and forward hooks on the modules, may count or keep
+something in variables of closures and globals, and in objects that they are bound to. These are as before in a second
+run, too. What others do to them between the runs is their own affair.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.model.draws import Generators
+from offload.model.named import Variable, outside_of
+from swapper import OffloadError
+
+_DERIVED = ("_flat_weights", "_flat_weight_refs")
+_MISSING = object()
+_CONTAINERS: dict[type, Callable[[Any], Any]] = {
+    OrderedDict: lambda container: dict(dict.items(container)),
+    dict: lambda container: dict(dict.items(container)),
+    list: list,
+    set: set,
+    deque: list,
+}
+"""Classes of containers, and how they are copied. A class that is derived from one may do more than to look (one of
+``transformers`` makes modules): the methods are those of the built-in one."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Names of what each module has."""
+_OTHERS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+"""Types of values whose attributes are not searched."""
+_OBJECTS_MAX = 10_000
+_OUTSIDE_MAX = 1000
+"""Items of a container outside of modules: a larger one is not copied before each forward."""
+_COPIED_BYTES = 1 << 20
+"""Statistics of a module take less: a larger tensor of a module is not copied before each forward."""
+
+
+class State:
+    """The state that a forward may change beside tensors: attributes of modules and weights, buffers, objects among its
+    arguments (a cache), variables and objects outside (see [Note: Outside of modules]), and random generators."""
+
+    def __init__(self, module: nn.Module, arguments: Sequence[Any], name: str) -> None:
+        self._name = name
+        self._generators = Generators()
+        self._known: dict[int, tuple[Any, Any]] = {}
+        """Containers, each with a copy, by their ``id``."""
+        self._tensors: list[tuple[Any, Any, torch.Tensor, int, torch.Tensor | None]] = []
+        """Those in containers: the container, the key, the tensor, its version, and a copy if there is one."""
+        self._unchanged: list[tuple[str, torch.Tensor, int]] = []
+        """Their names and versions."""
+        self._variables: list[tuple[Variable, Any]] = []
+        """Those outside of modules, each with its value."""
+        self._outside: set[int] = set()
+        """Containers outside of modules, by their ``id``."""
+        modules = list(module.modules())
+        for each in modules:
+            self._know(vars(each), copied=True)
+            for key, value in vars(each).items():
+                if key in _OF_MODULES:
+                    if isinstance(value, (*_CONTAINERS,)):  # buffers are in one of them
+                        self._know(value, copied=True)
+                elif type(value).__module__.split(".")[0] != "offload":
+                    self._look_into(value, num_levels=1, copied=True)
+            for parameter in each.parameters(recurse=False):
+                self._known[id(vars(parameter))] = vars(parameter), _copied(vars(parameter))
+        for argument in arguments:
+            self._look_into(argument, num_levels=_OBJECTS_MAX)
+        self._look_outside(modules)
+
+    def compare(self) -> None:
+        """The first run is over. Raises ``ConfigError``."""
+        for container, key, tensor, version, values in self._tensors:
+            name = key if isinstance(key, str) else f"element {key!r} of a {type(container).__name__}"
+            is_written = version_of(tensor) != version
+            if values is None and is_written:
+                raise not_to_be_run_again(
+                    self._name, f"changes {name} in place, a tensor that is not copied for a second run"
+                )
+            if values is not None and (is_written or not torch.equal(values, tensor)):
+                self._known[id(container)][1][key] = values  # kernels change statistics behind the version
+            elif id(container) not in self._outside:
+                self._unchanged.append((name, tensor, version))
+        self._tensors = []
+        self._generators.compare()
+        self._variables = [(variable, before) for variable, before in self._variables if variable[0]() is not before]
+        for key in self._outside:  # what the first run left as it was is not this one's to put back
+            if not _differ(*self._known[key]):
+                del self._known[key]
+
+    @contextmanager
+    def before(self) -> Iterator[None]:
+        """Within, all is as it was before the first run; then it is again as it is now. Raises ``OffloadError``."""
+        for name, tensor, version in self._unchanged:
+            if version_of(tensor) != version:
+                raise changed_since(self._name, name)
+        changed = [(container, before) for container, before in self._known.values() if _differ(container, before)]
+        now = [(container, _copied(container)) for container, _ in changed]
+        variables = [(put, before, get()) for (get, put), before in self._variables]
+        try:
+            for container, before in changed:
+                _restore(container, before)
+            for put, before, _ in variables:
+                put(before)
+            with self._generators.rewound():
+                yield
+        finally:
+            for container, after in now:
+                _restore(container, after)
+            for put, _, after in variables:
+                put(after)
+
+    def _look_outside(self, modules: Sequence[nn.Module]) -> None:
+        """Know what functions of the modules' classes, and hooks of their forwards, find outside of modules."""
+        inside = set(self._known)
+        for variable in outside_of(modules):
+            value = variable[0]()
+            self._variables.append((variable, value))
+            self._look_into(value, num_levels=1, copied=True, items_max=_OUTSIDE_MAX)
+        self._outside = set(self._known) - inside
+
+    def _know(self, container: Any, *, copied: bool) -> None:
+        """``copied``: as it was, with small tensors in it. Others are watched."""
+        if id(container) in self._known:
+            return
+        self._known[id(container)] = container, _copied(container)
+        if isinstance(container, (dict, list)):
+            for key, value in dict.items(container) if isinstance(container, dict) else enumerate(container):
+                if _is_ordinary(value):
+                    is_small = copied and value.nbytes <= _COPIED_BYTES
+                    values = value.detach().clone() if is_small else None
+                    self._tensors.append((container, key, value, version_of(value), values))
+
+    def _look_into(self, value: Any, num_levels: int, *, copied: bool = False, items_max: int = _OBJECTS_MAX) -> None:
+        """Know the containers in it, and attributes of objects: of objects in objects, too, for so many levels."""
+        self._generators.look_at(value)
+        is_object = not isinstance(value, (*_CONTAINERS, tuple))
+        if is_object and (not num_levels or not hasattr(value, "__dict__") or isinstance(value, _OTHERS)):
+            return
+        content = vars(value) if is_object else value
+        if len(content) > items_max:
+            return
+        if not isinstance(content, tuple):
+            if id(content) in self._known or len(self._known) > _OBJECTS_MAX:
+                return
+            self._know(content, copied=copied)
+        for item in list(dict.values(content) if isinstance(content, dict) else content):
+            self._look_into(item, num_levels - is_object, copied=copied, items_max=items_max)
+
+
+def _is_ordinary(value: Any) -> bool:
+    """A tensor with bytes of its own, no weight."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.layout is torch.strided
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """That of the tensor's bytes. Those of inference have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def not_to_be_run_again(name: str, reason: str) -> ConfigError:
+    return ConfigError(f'unit {name}: its forward {reason}. Do not recompute it: activations={{"{name}": "keep", ...}}')
+
+
+def changed_since(name: str, what: str) -> OffloadError:
+    return OffloadError(
+        f"unit {name}: {what} was changed after a forward had begun and before its backward, which runs that forward "
+        "again and would find something else. Change it after the backward, or do not recompute: "
+        f'activations={{"{name}": "keep", ...}}'
+    )
+
+
+def _copied(container: Any) -> Any:
+    copied = _CONTAINERS.get(type(container))
+    if copied is None:
+        copied = next(copied for kind, copied in _CONTAINERS.items() if isinstance(container, kind))
+    return copied(container)
+
+
+def _differ(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return True
+    if isinstance(container, dict):
+        return any(
+            dict.get(container, key, _MISSING) is not value for key, value in before.items() if key not in _DERIVED
+        )
+    return not all(map(is_, container, before)) if isinstance(container, (list, deque)) else container != before
+
+
+def _restore(container: Any, content: Any) -> None:
+    kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    if issubclass(kind, dict):
+        for key in [key for key in container if key not in content]:
+            kind.__delitem__(container, key)
+        for key, value in content.items():
+            kind.__setitem__(container, key, value)
+        return
+    kind.clear(container)
+    getattr(kind, "update" if kind is set else "extend")(container, content)
