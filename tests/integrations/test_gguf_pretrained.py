@@ -93,7 +93,7 @@ def adapted(model: Any, architecture: str) -> Any:
     return peft.get_peft_model(model, lora(architecture), autocast_adapter_dtype=False)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("architecture", MODELS)
 def test_an_adapter_trains_over_a_file_as_over_the_dequantised_model(architecture: str, tmp_path: Path) -> None:
     options = file_of(tmp_path, architecture)

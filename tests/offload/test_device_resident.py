@@ -80,6 +80,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 def test_the_bits_are_those_of_the_cpu(make_model: Callable[..., Tiny], options: dict[str, Any]) -> None:
     def outcome(device: Any) -> Any:

@@ -374,6 +374,7 @@ def visible(folder: Path) -> dict[str, torch.Tensor]:
     return {name: safetensors.load_file(folder / file)[name] for name, file in index["weight_map"].items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("new", ["5GB", "500KB", "1500KB"])
 @pytest.mark.parametrize("old", ["5GB", "500KB"])
 def test_killed_at_any_moment_the_old_or_the_new_weights_are_there(tmp_path: Path, make_model, monkeypatch, old, new):
@@ -501,6 +502,7 @@ print(json.dumps(found))
 # Checkpoints for others.
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", torch.optim.Adamax, torch.optim.Adafactor], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_states_and_weights_come_back_through_torch(tmp_path: Path, make_model, precision: str, optimizer: Any):

@@ -41,7 +41,7 @@ def groups() -> Iterator[tuple[tuple[str, ...], str, tuple[str, str]]]:
         yield of_model, IN_TURNS[number % len(IN_TURNS)], SETTINGS[number % len(SETTINGS)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kinds", "loop", "setting"), [*groups()], ids=lambda part: "+".join([part] if isinstance(part, str) else part)
 )
