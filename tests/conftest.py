@@ -93,4 +93,4 @@ class _Missing:
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine measures its disk for 0.6 s when it is made, and tests make thousands."""
-    monkeypatch.setattr("offload.tiers.bandwidth._SECONDS", 0.02)
+    monkeypatch.setattr("offload.tiers.bandwidth._SECONDS", 0.002)
