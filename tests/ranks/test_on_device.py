@@ -15,7 +15,7 @@ DEEP = {"hidden": (59, 113, 61, 127, 31, 97, 89, 53)}
 
 
 def test_two_devices_train_as_two_cpus(two: Pool, tmp_path: Path):
-    program = Program(model=DEEP, options={"gradient_clipping": 0.7}, steps=3)
+    program = Program(model=DEEP, options={"gradient_clipping": 0.7})
     check(two, tmp_path, program, WEIGHTS, *DEVICE_PLACEMENTS, states=True)
 
 
