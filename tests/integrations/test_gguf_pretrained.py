@@ -133,6 +133,7 @@ def uneven(name: str) -> str:
     return "Q8_0" if "gate_exps" in name else "Q5_K"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("architecture", "kind"), [("llama", mixed), ("qwen3moe", mixed), ("qwen3moe", uneven)])
 def test_a_file_has_several_types(architecture: str, kind: Any, tmp_path: Path) -> None:
     options = file_of(tmp_path, architecture, kind)

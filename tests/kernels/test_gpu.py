@@ -98,6 +98,7 @@ NUMELS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "dtype", "alignment"),
     [

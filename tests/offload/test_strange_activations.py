@@ -53,6 +53,7 @@ def test_all_kinds_of_blocks_and_loops_have_the_bits_of_keep(
     assert not typed, typed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_block_that_a_second_run_would_find_changed_is_one_error(kind: str, tmp_path: Path):
     wrong, typed = judge(Program((kind,) * NUM_BLOCKS, "plain", num_steps=1), tmp_path, [("nvme", "nvme")])
