@@ -56,11 +56,11 @@ class CoreBudget:
         self._process_seconds = process_seconds
         self._at_last_step = process_seconds(), 0.0
 
-    def lend(self, numel: int) -> _Loan:
+    def lend(self, numel: int) -> CoreLoan:
         """Lend threads to an update of ``numel`` elements for the time of the block; at least one."""
         idle = self.total if self._compute_waits() else max(self.total - self.others, 0.0)
         wanted = idle if idle >= 1 else self.total  # see [Note: Where no core is idle]
-        return _Loan(self, max(1, min(int(wanted), numel // GRAIN)), idle)
+        return CoreLoan(self, max(1, min(int(wanted), numel // GRAIN)), idle)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy so many bytes between two addresses, by torch's threads; it counts as the update's work."""
@@ -78,21 +78,23 @@ class CoreBudget:
             self.others = (self.others + min(max(busy, _LEAST), max(self.total, _LEAST))) / 2
 
 
-class _Loan:
+class CoreLoan:
     """Cores for one kernel: a context manager without a generator, as there is one for each small unit."""
 
-    __slots__ = ("_cores", "_idle", "_num_threads", "_start")
+    __slots__ = ("_cores", "_idle", "_start", "num_threads")
 
     def __init__(self, cores: CoreBudget, num_threads: int, idle: float) -> None:
         self._cores = cores
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._idle = idle
 
     def __enter__(self) -> int:
         self._start = self._cores.thread_seconds()
-        return self._num_threads
+        return self.num_threads
 
     def __exit__(self, *_: object) -> None:
-        """Threads share the blocks of a tile, so each has worked as long as this one."""
-        cores = self._cores
-        cores.lent += min(self._num_threads, self._idle) * (cores.thread_seconds() - self._start)
+        self.end(self._cores.thread_seconds() - self._start)
+
+    def end(self, seconds: float) -> None:
+        """The kernel took so long: its threads share the blocks of a tile, so each has worked all the time."""
+        self._cores.lent += min(self.num_threads, self._idle) * seconds

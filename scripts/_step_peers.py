@@ -3,6 +3,10 @@
 Each is set up as its own documentation has it for one GPU. What they keep, a parameter, in bf16:
 
 - ``fsdp2``: weights, gradients and moments in fp32, all on the host: 16 bytes. Weights are cast on the device.
+- ``deepspeed``: ZeRO-3; weights and their gradients, and in fp32 masters, gradients and moments, all on the host: 20
+  bytes.
+- ``deepspeed_zero2``: weights and their gradients on the device, the rest and a buffer for new weights on the host: 18
+  bytes.
 - ``torchao_offload``: weights on the device and on the host, gradients and moments on the host, all in bf16: 10 bytes.
   There is no master weight, so that small updates are lost.
 """
@@ -10,12 +14,13 @@ Each is set up as its own documentation has it for one GPU. What they keep, a pa
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from _step_deepspeed import ZERO, DeepSpeedOffload
 from _step_model import Shape
+from _step_rank import begin_alone
 from torch import Tensor, nn
 
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
@@ -53,14 +58,12 @@ class FSDP2(_Peer):
     """``fully_shard`` of each block and of the root over one rank, with all of it offloaded to pinned memory."""
 
     def __init__(self, shape: Shape, request: dict[str, Any]) -> None:
-        from torch.distributed import HashStore, init_process_group
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         device = torch.device(request["device"])
         on_gpu = device.type != "cpu"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # the machine may have no other network
-        init_process_group("nccl" if on_gpu else "gloo", store=HashStore(), rank=0, world_size=1)
+        begin_alone(device)
         dtype = torch.bfloat16 if request["precision"] == "bf16" else None
         options = {
             "mesh": init_device_mesh(device.type, (1,)),
@@ -109,9 +112,9 @@ class TorchAOOffload(_Peer):
                 yield from (parameter, parameter.grad, *state.values())
 
 
-PEERS = {"fsdp2": FSDP2, "torchao_offload": TorchAOOffload}
+PEERS = {**dict.fromkeys(ZERO, DeepSpeedOffload), "fsdp2": FSDP2, "torchao_offload": TorchAOOffload}
 
-_MODULES = {"torchao_offload": "torchao"}
+_MODULES = {**dict.fromkeys(ZERO, "deepspeed"), "torchao_offload": "torchao"}
 
 
 def missing_module(system: str) -> str | None:

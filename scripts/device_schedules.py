@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from offload import BudgetError, OffloadEngine, kernels
 from offload.optim.kernel_rule import KernelRule
+from offload.testing.order import HOST
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.activations.copies import Copying, DeviceCopies
 from offload.tiers.bounce import Bounce
@@ -40,6 +41,7 @@ from offload.tiers.gradients.exchange import Bucket
 from offload.tiers.gradients.norms import SentSums
 from offload.tiers.gradients.transport import GradientTransport
 from offload.units import UnitSpec
+from offload.update.host_side import HostSide, HostWork
 from offload.update.speculative import SpeculativeUpdate, SpeculativeUpdates
 from offload.update.step import UnitUpdate
 from swapper import DurableStore, Scratch
@@ -194,6 +196,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     write_shadow, read_sums = DurableStore.write_shadow, SentSums.read
     fill, empty, of_ranks = Bounce._fill, Bounce._empty, Bucket.of
     out, back = DeviceCopies.out, DeviceCopies.back
+    give, end, given = HostSide.begin, HostSide.end, dict[HostWork, Any]()
     scratch_calls = {name: getattr(Scratch, name) for name in ("read", "write")}
     arithmetic = {name: getattr(DeviceGradients, name) for name in ("put", "add", "rescale_and_add")}
 
@@ -210,12 +213,22 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         return write_shadow(store, extent, address, nbytes, **options)
 
     def watch_apply(rule: Any, frozen: Any, tile: Any, start: int, stop: int, at: Any, native: Any) -> None:
-        if isinstance(native, kernels.OnHost):  # on the device, its stream tells
-            formats = rule._formats
-            device.host_access(at.states, tile.nbytes, writes=True)
-            device.host_access(at.weights, (stop - start) * formats.weights, writes=True)
-            device.host_access(at.grads, (stop - start) * formats.grads, writes=False)
+        if isinstance(native, (kernels.OnHost, kernels.OnQueue)):  # on the device, its stream tells
+            formats, by = rule._formats, HOST if isinstance(native, kernels.OnHost) else "queue"
+            device.host_access(at.states, tile.nbytes, writes=True, by=by)
+            device.host_access(at.weights, (stop - start) * formats.weights, writes=True, by=by)
+            device.host_access(at.grads, (stop - start) * formats.grads, writes=False, by=by)
         apply(rule, frozen, tile, start, stop, at, native)
+
+    def watch_give(side: Any, *args: Any) -> HostWork | None:
+        work: HostWork | None = give(side, *args)
+        if work is not None:
+            given[work] = device.given("queue")
+        return work
+
+    def watch_end(side: Any, work: HostWork) -> None:
+        end(side, work)
+        device.host_waited(given.pop(work))
 
     def watch_arithmetic(name: str) -> Any:
         def watched_call(place: Any, spec: Any, *args: Any) -> float:
@@ -274,6 +287,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         mock.patch.object(DurableStore, "read", watch_read),
         mock.patch.object(DurableStore, "write", watch_write),
         mock.patch.object(KernelRule, "apply", watch_apply),
+        mock.patch.multiple(HostSide, begin=watch_give, end=watch_end),
         mock.patch.object(DurableStore, "write_shadow", watch_write_shadow),
         mock.patch.object(GradientTransport, "take", watch_take),
         mock.patch.object(Bounce, "_fill", watch_fill),

@@ -2,13 +2,13 @@
 
     python scripts/gpu_batches.py --sizes llama:32x4096 --batches 1 4 8 --device-memory 16GiB [--timeline DIR]
     python scripts/gpu_batches.py --sizes llama:4x4096 llama:8x4096 --system in_memory
-    python scripts/gpu_batches.py --sizes llama:16x4096 --batches 4 --system engine fsdp2 torchao_offload \\
-        --device-memory 3GiB auto --warm-up 1 --seconds 45
+    python scripts/gpu_batches.py --sizes llama:16x4096 --batches 4 --device-memory 3GiB auto --warm-up 1 \\
+        --system engine deepspeed fsdp2 torchao_offload --seconds 60
 
-With the engine all that the device has no room for rests in RAM, and nothing is clipped. Peers run between the first
-and the second of its budgets (``_step_peers.py``), each system in a process of its own: two of them at once would need
-more RAM than a machine has. Prints a JSON object with all runs so far as soon as each batch is over, in the form of
-``bench_step.py``; the budget of a run is the engine's of device memory. A system that fails, or takes more than
+With the engine all that the device has no room for rests in RAM, and on NVMe with ``--nvme-path``. Peers run between
+the first and the second of its budgets (``_step_peers.py``), each system in a process of its own: two of them at once
+would need more RAM than a machine has. Prints a JSON object with all runs so far as soon as each batch is over, in the
+form of ``bench_step.py``; the budget of a run is the engine's of device memory. A system that fails, or takes more than
 ``--seconds``, is named, and the others go on. One that is not installed is named alone.
 """
 
@@ -38,6 +38,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--device-memory", nargs="+", default=["auto"], help="the engine's: a run for each")
     parser.add_argument("--host-memory", default="auto")  # a bound: what is beyond the model is for spare places
+    parser.add_argument("--nvme-path", help="a folder on the SSD: what is beyond both memories rests there")
+    parser.add_argument("--clipping", type=float, default=0.0)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, help="that one system may take, with all of its batches")
@@ -70,8 +72,8 @@ def _turns(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
 def _runs(size: str, system: str, memory: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     shape = Shape.parse(size, options.batches[0], options.context, checkpointing=True)
     request = {
-        **{"shape": asdict(shape), "precision": "bf16", "clipping": 0.0, "system": system},
-        **{"nvme_path": None, "io_backend": "auto", "host_memory": options.host_memory},
+        **{"shape": asdict(shape), "precision": "bf16", "clipping": options.clipping, "system": system},
+        **{"nvme_path": options.nvme_path, "io_backend": "auto", "host_memory": options.host_memory},
         **{"device": options.device, "device_memory": memory},
     }
     wanted = [
@@ -83,10 +85,15 @@ def _runs(size: str, system: str, memory: str, options: argparse.Namespace) -> I
         }
         for batch in options.batches
     ]
-    budget = memory if system == "engine" else ""
+    budget = _budget(memory, options) if system == "engine" else ""
     turns = Turns(None, options.seconds).take_each(request, wanted)
     for batch, turn in zip(options.batches, turns, strict=True):
         yield {**_run(turn), "size": size, "batch": batch, "system": system, "budget": budget}
+
+
+def _budget(memory: str, options: argparse.Namespace) -> str:
+    of_host = "" if options.nvme_path is None else f" host {options.host_memory}"
+    return f"{memory}{of_host}{' clipped' if options.clipping else ''}"
 
 
 def _timeline(size: str, batch: int, options: argparse.Namespace) -> str | None:

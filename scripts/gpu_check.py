@@ -45,11 +45,6 @@ _SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors
 _GPU_TESTS = "tests/offload/test_cuda.py"
 """The others run without a GPU, and have."""
 
-_STEP = [
-    *("scripts/bench_step.py", "--device", "cuda", "--precision", "bf16", "--checkpointing", "--context", "2048"),
-    *("--rounds", "1", "--warm-up", "2", "--steps", "4", "--json", "--nvme-path", "{nvme}"),
-]
-
 _NOT_HERE, _NOT_BEGUN = 77, 75
 """In place of an exit status: this machine has not the GPUs for the part; no time was left for it."""
 
@@ -73,10 +68,13 @@ class Part:
 _BATCHES = ["scripts/gpu_batches.py", "--batches", "1", "4", "8"]
 _PEERS = [
     *("scripts/gpu_batches.py", "--sizes", "llama:16x4096", "--batches", "4", "--warm-up", "1", "--seconds", "60"),
-    *("--system", "engine", "fsdp2", "torchao_offload"),
+    *("--system", "engine", "deepspeed", "fsdp2", "torchao_offload"),
     *("--device-memory", "3GiB", "auto"),  # no layer is resident; all of it where there is room
 ]
-_THREE = ["--systems", "engine", "--sizes", "llama:26x3072", "--device-memory", "12GiB", "--budgets", "24GiB"]
+_NVME = [
+    *("scripts/gpu_batches.py", "--sizes", "llama:16x2048", "--batches", "4", "--warm-up", "2", "--steps", "4"),
+    *("--device-memory", "4GiB", "--host-memory", "6GiB", "--nvme-path", "{nvme}"),
+]
 
 PARTS = (
     Part("build", 240, ["scripts/_gpu_build.py"]),
@@ -88,8 +86,11 @@ PARTS = (
     Part("same-bits-blocking", 120, ["scripts/gpu_same_bits.py"], {"CUDA_LAUNCH_BLOCKING": "1"}),
     Part("layers", 90, [*_BATCHES, "--system", "in_memory", "--sizes", "llama:4x4096", "llama:8x4096"]),
     Part("7b", 300, [*_BATCHES, "--sizes", "llama:32x4096", "--device-memory", "16GiB", "--timeline", "{logs}"]),
-    Part("3b-nvme", 240, [*_STEP, *_THREE, "--batch", "4", "--clipping", "0", "1"]),
-    Part("peers", 150, _PEERS),
+    Part("disk", 60, ["-m", "offload", "bench", "{nvme}", "--no-fio", "--no-profile", "--pairs", "1"]),
+    Part("nvme", 120, _NVME),
+    Part("nvme-clipped", 120, [*_NVME, "--clipping", "1"]),
+    Part("peers", 220, _PEERS),
+    Part("trainers", 100, ["scripts/gpu_trainers.py"]),
     Part("soak", 120, ["scripts/soak.py", "--device", "cuda", "--steps", "150", "--nvme-path", "{nvme}"]),
     Part("ranks-tests", 200, [*_PYTEST, "tests/ranks/test_cuda.py", "tests/ranks/test_on_device.py"], gpus=2),
     Part("ranks-bench", 200, ["scripts/bench_ranks.py", "--device", "cuda", "--model", "16x2048"], gpus=2),

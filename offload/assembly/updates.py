@@ -7,7 +7,6 @@ from typing import cast
 
 import torch
 
-from offload import kernels
 from offload.assembly.run_plan import RunPlan
 from offload.assembly.tiers import Tiers
 from offload.closing import Closers
@@ -19,6 +18,7 @@ from offload.report.report import LinkRates
 from offload.tiers.weights.shadow import SpareWeights
 from offload.units import UnitSpec, num_nested
 from offload.update.device_side import DeviceSide, NoResidentUpdates, ResidentUpdates, tile_buffers
+from offload.update.host_side import HostSide
 from offload.update.pipeline import Pipeline
 from offload.update.speculative import SpeculativeUpdates
 from offload.update.updater import Updater
@@ -73,8 +73,9 @@ def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter
         failure,
         num_backwards=run.config.gradient_accumulation_steps,
     )
-    on_host = kernels.OnHost(cores.lend)
-    pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side, cores.copy, on_host)
+    ahead = tiers.computing.moving is not None
+    host_side = HostSide(rule, plan.formats, meter, cores.lend, device_side.cpu_took, ahead=ahead)
+    pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, host_side, device_side, cores.copy)
     updater = Updater(pipeline, speculative, tiers.homes, tiers.host, tiers.gradients, device_side, failure)
     closers.callback(updater.stop)
     return Updates(speculative, updater, resident, device_side, cores)

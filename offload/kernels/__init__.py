@@ -27,8 +27,9 @@ from ._companions import (
     split_master,
     sum_squares,
 )
+from ._kernels import Work
 from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
-from ._update import Kernel, Native, OnHost, Sweep, always, on_host, update
+from ._update import Kernel, Native, OnHost, OnQueue, Queue, Sweep, always, on_host, update
 
 __all__ = [
     "CODE_BLOCK",
@@ -40,7 +41,10 @@ __all__ = [
     "Kernel",
     "Native",
     "OnHost",
+    "OnQueue",
+    "Queue",
     "Sweep",
+    "Work",
     "accumulate",
     "always",
     "convert",

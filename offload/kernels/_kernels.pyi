@@ -1,10 +1,23 @@
 """The native kernels, as ``__init__.py`` calls them: nothing is checked here.
 
 Those of the optimizers are functions too, with the names of ``OFFLOAD_RULES`` in src/rules.h: ``_update.py`` gets them
-by name, and calls them with the fields of ``Sweep``.
+by name, and calls them with the fields of ``Sweep``, a number of threads, and the ``Queue`` that is to run it, or None.
 """
 
 from collections.abc import Sequence
+
+class Work:
+    """A kernel call of a queue."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None: ...
+    def seconds(self) -> float:
+        """Seconds that it took, once it is done, without those in which the queue was at the work before it."""
+
+    def seconds_since(self) -> float:
+        """Seconds since its end."""
+
+class Queue: ...
 
 def accumulate(
     numel: int, destination: int, destination_dtype: int, source: int, source_dtype: int, num_threads: int

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
 from typing import NamedTuple
@@ -105,7 +106,34 @@ class OnHost:
 
 
 def _run(kernel: Callable[..., None], num_threads: int, sweep: Sweep) -> None:
-    kernel(*sweep, num_threads)
+    kernel(*sweep, num_threads, None)
+
+
+class Queue:
+    """The CPU, in its own time: kernels run one after the other while the caller goes on, by threads that go from one
+    to the next without a pause. No two may touch the same bytes, which must stay until they are done."""
+
+    def __init__(self) -> None:
+        self._queue = _kernels.Queue()
+
+    def by(self, num_threads: int, works: list[_kernels.Work]) -> OnQueue:
+        """Have kernels run by so many threads; ``works`` gets each of them, to wait for."""
+        return OnQueue(self._queue, num_threads, works)
+
+
+@dataclass(frozen=True)
+class OnQueue:
+    """Gives kernels to a queue of the CPU."""
+
+    queue: _kernels.Queue
+    num_threads: int
+    works: list[_kernels.Work]
+
+    def __call__(self, name: str) -> Kernel:
+        return partial(self._submit, getattr(_kernels, name))
+
+    def _submit(self, kernel: Callable[..., _kernels.Work], sweep: Sweep) -> None:
+        self.works.append(kernel(*sweep, self.num_threads, self.queue))
 
 
 on_host = OnHost()

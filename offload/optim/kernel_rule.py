@@ -33,6 +33,7 @@ class KernelRule(LooseStates):
     replayable = True
     uniform = True
     writes_beside = True
+    is_one_kernel = True
     temporary_bytes = 0
 
     def __init__(

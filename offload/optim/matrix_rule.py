@@ -79,6 +79,7 @@ class MatrixRule(LooseStates, WholeParameters):
     replayable = False
     uniform = False
     writes_beside = False
+    is_one_kernel = False
     device_unsupported_reason = "whole matrices are updated on the CPU"
 
     def __init__(

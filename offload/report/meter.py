@@ -35,11 +35,11 @@ class Meter:
             self.trace.end(span)
             self.stalls[cause] = self.stalls.get(cause, 0.0) + span.seconds
 
-    def end_update(self, name: str, start: float) -> float:
-        """Count the time from ``start`` to now as updating ``name``; the time now."""
-        now = self.trace.over("update", name, start)
-        self.update_seconds += now - start
-        return now
+    def end_update(self, name: str, start: float, stop: float | None = None) -> float:
+        """Count the time from ``start`` to ``stop``, which is now by default, as updating ``name``; the latter."""
+        stop = self.trace.over("update", name, start, stop)
+        self.update_seconds += stop - start
+        return stop
 
     def so_far(self) -> tuple[float, float]:
         """Seconds since the last restart, and those of them that were stalls."""

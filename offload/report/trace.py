@@ -53,11 +53,12 @@ class Trace:
         """It is over."""
         span.stop = time.perf_counter()
 
-    def over(self, track: str, name: str, start: float) -> float:
-        """Note that what began at ``start`` is over now."""
-        now = time.perf_counter()
-        self._over.extend((track, name, start, now))  # one step of the interpreter
-        return now
+    def over(self, track: str, name: str, start: float, stop: float | None = None) -> float:
+        """Note that what began at ``start`` was over at ``stop``, or is now; when it was."""
+        if stop is None:
+            stop = time.perf_counter()
+        self._over.extend((track, name, start, stop))  # one step of the interpreter
+        return stop
 
     def transfer(self, track: str, name: str, nbytes: int, ticket: Ticket) -> Ticket:
         """A transfer has begun; it ends when the device says so."""

@@ -23,7 +23,7 @@ import torch
 from offload.device.protocol import Event, Shortages, Stream, Tensors
 from offload.errors import DeviceMemoryError
 from offload.testing.activations import Activations
-from offload.testing.order import HOST, Order
+from offload.testing.order import HOST, Clock, Order, join
 from offload.testing.pools import Pools
 from offload.testing.stream import SimulatedStream
 from swapper import readable_bytes
@@ -190,11 +190,22 @@ class SimulatedDevice:
 
     # For tests.
 
-    def host_access(self, address: int, nbytes: int, *, writes: bool) -> None:
-        """The host, or a disk on its behalf, reads or writes this memory now."""
+    def host_access(self, address: int, nbytes: int, *, writes: bool, by: str = HOST) -> None:
+        """The host, or a disk on its behalf, reads or writes this memory now; or a thread named ``by``, to which it has
+        given work, does so from now on."""
         with self.lock:
-            self.order.tick(HOST)
-            self.order.access(HOST, address, nbytes, writes=writes)
+            self.order.tick(by)
+            self.order.access(by, address, nbytes, writes=writes)
+
+    def given(self, name: str) -> Clock:
+        """The work that a thread of this name was given so far."""
+        with self.lock:
+            return dict(self.order.clocks.get(name, {}))
+
+    def host_waited(self, given: Clock) -> None:
+        """The host has waited for work that it had ``given``."""
+        with self.lock:
+            join(self.order.tick(HOST), given)
 
     def compute_access(self, tensor: torch.Tensor, *, writes: bool) -> None:
         """An operation of torch reads or writes ``tensor`` now."""

@@ -107,6 +107,11 @@ class DeviceSide:
         """Some tiles may be sent there."""
         return bool(self._buffers)
 
+    @property
+    def can_compare(self) -> bool:
+        """It is known which side has a tile done first."""
+        return self._cpu_seconds > 0 or not self._buffers
+
     def begin_step(self) -> None:
         """Forget how fast the CPU was."""
         self._cpu_seconds = 0.0
@@ -117,13 +122,13 @@ class DeviceSide:
             measured = seconds / tile.numel
             self._cpu_seconds = (self._cpu_seconds + measured) / 2 if self._cpu_seconds else measured
 
-    def sooner(self, tiles: Iterable[Tile]) -> Iterator[int]:
-        """Index of each tile that, sent now, is back before the CPU has done it and those before it that stay; none
-        while the link's queue is long.
+    def sooner(self, tiles: Iterable[Tile], given: int = 0) -> Iterator[int]:
+        """Index of each tile that, sent now, is back before the CPU has done it and those before it that stay, after so
+        many elements that it was ``given``; none while the link's queue is long.
 
         The caller sends a tile before it asks for the next one.
         """
-        num_elements = 0  # that the CPU is to do
+        num_elements = given  # that the CPU is to do
         for index, tile in enumerate(tiles if self._cpu_seconds else ()):
             if len(self._trips) >= _NUM_QUEUED and self._queued >= 2 * tile.numel * self._cpu_seconds:
                 return

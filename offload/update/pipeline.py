@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from offload import kernels
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule, TileBytes
 from offload.plan.buffers import tile_sizes
-from offload.report.meter import Meter
 from offload.tiers.home import Home, StoredHome, TileHomes, Transfer
 from offload.units import Tile
 from offload.update.device_side import DeviceSide, Trip
+from offload.update.host_side import HostSide, HostWork
 from offload.update.state_prefetch import StatePrefetch
-from offload.update.step import UnitUpdate, apply
+from offload.update.step import UnitUpdate
 from offload.update.together import Together
 from swapper import Lease, OffloadError
 
@@ -87,6 +85,8 @@ class _TileJob:
     grads: int = 0
     trip: Trip | None = None
     """It is updated on a device."""
+    work: HostWork | None = None
+    """The CPU was given it."""
 
     @property
     def needs_buffer(self) -> bool:
@@ -114,23 +114,23 @@ class Pipeline:
         buffers: Sequence[Lease],
         rule: Rule,
         formats: Formats,
-        meter: Meter,
+        host: HostSide,
         device: DeviceSide,
         copy: Callable[[int, int, int], None],
-        cpu: kernels.OnHost = kernels.on_host,
     ) -> None:
-        """``copy`` copies to an address in host memory from another one so many bytes. ``cpu`` runs the kernels of the
-        tiles that stay on the host."""
+        """``copy`` copies to an address in host memory from another one so many bytes."""
         self._free = list(buffers)
         self.ahead = StatePrefetch(self._free)
         self._rule = rule
         self._formats = formats
-        self._meter = meter
+        self._host = host
         self._device = device
-        self._copy, self._cpu = copy, cpu
+        self._copy = copy
         self._writes: deque[tuple[Transfer, Lease]] = deque()
         self._sent: deque[_TileJob] = deque()
         """On the device, or on their way there or back."""
+        self._given: deque[_TileJob] = deque()
+        """The CPU has them, in order."""
         self._stopping = False
 
     def stop(self) -> None:
@@ -143,21 +143,25 @@ class Pipeline:
         reading: deque[_TileJob | Together] = deque()
         try:
             self._read_ahead(coming, reading)
-            while (reading or self._sent) and not self._stopping:
+            while (reading or self._is_busy) and not self._stopping:
                 is_read = bool(reading) and reading[0].is_read()
-                if self._sent:
-                    self._bring_back(wait=not is_read)
-                if is_read or (reading and not self._sent):
+                self._end_some(wait=not is_read)
+                if is_read or (reading and not self._is_busy):
                     self._do(reading)
                 self._read_ahead(coming, reading)
         finally:
             self._drain(reading)
 
+    @property
+    def _is_busy(self) -> bool:
+        """Tiles are under update."""
+        return bool(self._sent or self._given)
+
     def _do(self, reading: deque[_TileJob | Together]) -> None:
         """Do the first job, or send it and others to the device."""
         first = reading[0]
         if isinstance(first, Together):
-            first.apply(self._rule, self._formats, self._meter, self._cpu)
+            self._host.update_together(first)
             reading.popleft()
             return
         self._make_ready(first)
@@ -165,9 +169,8 @@ class Pipeline:
             self._pass_over(first)
             reading.popleft()
         elif not self._send(first, reading):
-            self._apply(first)
-            self._finish(first)
             reading.popleft()
+            self._give(first)
 
     def _read_ahead(self, coming: _Coming, reading: deque[_TileJob | Together]) -> None:
         """Start reading as many tiles as there are free buffers; wait for a buffer only if nothing is on its way."""
@@ -180,7 +183,7 @@ class Pipeline:
             if isinstance(job, Together):
                 reading.append(coming.take())
                 continue
-            if job.needs_buffer and not self._find_buffer(job, wait=not (reading or self._sent)):
+            if job.needs_buffer and not self._find_buffer(job, wait=not (reading or self._is_busy)):
                 return
             reading.append(coming.take())  # first: should it fail half-way, its reads are waited for
             self._begin(job)
@@ -230,8 +233,8 @@ class Pipeline:
         """Wait until everything that the tile's update needs is in host memory."""
         state = job.state
         if state.weights is None and not state.void:
-            while self._sent and not state.task.weights_at_hand():  # the update pins one place at a time
-                self._bring_back(wait=True)
+            while self._is_busy and not state.task.weights_at_hand():  # the update pins one place at a time
+                self._end_some(wait=True)
             state.weights = state.task.weights()
             state.void = state.weights is None
         for read in job.reads:
@@ -241,7 +244,8 @@ class Pipeline:
         """Send tiles that a device will have done before the CPU; True if the first one is gone, which is ready."""
         jobs = [job for job in reading if not isinstance(job, Together)]
         at_hand = itertools.takewhile(_TileJob.is_at_hand, jobs)
-        for index in self._device.sooner(job.homes.tile for job in at_hand):
+        given = sum(job.homes.tile.numel for job in self._given)
+        for index in self._device.sooner((job.homes.tile for job in at_hand), given):
             job = jobs[index]
             self._make_ready(job)
             if job.state.void:
@@ -251,23 +255,37 @@ class Pipeline:
             self._sent.append(job)
         return first.trip is not None
 
-    def _bring_back(self, *, wait: bool) -> None:
-        """Finish the tiles that are back from the device; ``wait`` for the first one."""
+    def _end_some(self, *, wait: bool) -> None:
+        """Finish the tiles that are updated on either side; ``wait`` for one if there is any, the CPU's rather."""
+        while self._given:
+            work = self._given[0].work
+            if work is None or not (wait or work.is_over()):
+                break
+            self._host.end(work)
+            self._finish(self._given.popleft())
+            wait = False
         while self._sent:
             trip = self._sent[0].trip
             if trip is None or not (wait or trip.is_over()):
-                return
+                break
             self._device.end(trip)
             self._finish(self._sent.popleft())
             wait = False
 
-    def _apply(self, job: _TileJob) -> None:
+    def _give(self, job: _TileJob) -> None:
+        """Have the CPU update a tile; wait for those before it that leave no place in its queue."""
         update, tile = job.state.task.update, job.homes.tile
-        start, at = time.perf_counter(), job.at(self._formats)
+        at = job.at(self._formats)
         if not (at.is_in_place or (self._rule.writes_beside and update.covers(tile))):
             at = self._copied(tile, at)
-        apply(self._rule, self._formats, update, tile, at, self._cpu)
-        self._device.cpu_took(tile, self._meter.end_update(update.unit.name, start) - start)
+        job.work = self._host.begin(update, tile, at)
+        if job.work is None:
+            self._finish(job)
+            return
+        self._given.append(job)
+        ahead = self._host.num_ahead if self._device.can_compare else 0
+        while len(self._given) > ahead:
+            self._end_some(wait=True)
 
     def _copied(self, tile: Tile, at: TileBytes) -> TileBytes:
         """Have the old states and weights where the new ones go: not all of them change."""
@@ -315,13 +333,17 @@ class Pipeline:
         first: OffloadError | None = None
         with contextlib.suppress(Exception):  # the error that led here is the one that counts
             self._device.drain()
-        for job in (*(job for job in reading if not isinstance(job, Together)), *self._sent):
+        for job in self._given:
+            if job.work is not None:
+                self._host.end(job.work)
+        for job in (*(job for job in reading if not isinstance(job, Together)), *self._sent, *self._given):
             for read in job.reads:
                 outcome = _outcome(read)
                 first = first or outcome
             if job.buffer is not None:
                 self._free.append(job.buffer)
         self._sent.clear()
+        self._given.clear()
         for write, buffer in self._writes:
             outcome = _outcome(write)
             first = first or outcome

@@ -29,7 +29,7 @@ from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.units import Tile
 from offload.update.device_side import DeviceSide, Trip, tile_buffers
-from offload.update.pipeline import Pipeline
+from offload.update.host_side import HostSide
 from offload.update.step import UnitUpdate
 
 TILE_BYTES = 64 * 1024
@@ -42,23 +42,22 @@ CPU, DEVICE = 1.0, 1e15
 def sides(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many tiles each side has updated. The CPU is said to take a second for each."""
     counts: Counter[str] = Counter()
-    apply, begin, end_update = Pipeline._apply, DeviceSide.begin, Meter.end_update
+    give, begin, took = HostSide.begin, DeviceSide.begin, DeviceSide.cpu_took
 
-    def count_cpu(pipeline: Pipeline, job: Any) -> None:
+    def count_cpu(side: HostSide, *args: Any) -> Any:
         counts["cpu"] += 1
-        apply(pipeline, job)
+        return give(side, *args)
 
     def count_device(side: DeviceSide, *args: Any) -> Any:
         counts["device"] += 1
         return begin(side, *args)
 
-    def take_a_second(meter: Meter, name: str, start: float) -> float:
-        end_update(meter, name, start)
-        return start + 1.0
+    def take_a_second(side: DeviceSide, tile: Tile, seconds: float) -> None:
+        took(side, tile, 1.0)
 
-    monkeypatch.setattr(Pipeline, "_apply", count_cpu)
+    monkeypatch.setattr(HostSide, "begin", count_cpu)
     monkeypatch.setattr(DeviceSide, "begin", count_device)
-    monkeypatch.setattr(Meter, "end_update", take_a_second)
+    monkeypatch.setattr(DeviceSide, "cpu_took", take_a_second)
     return counts
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from offload import ConfigError
+from offload.compat.deepspeed.checking import check
+from offload.compat.deepspeed.keys import TOP
+
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import _gpu_report
+import _step_deepspeed
 import _step_peers
 from _step_model import Shape
-from _step_process import Turns, WorkerFailed
+from _step_process import Turns, WorkerFailed, last_words
 
 _SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_batches.py"
 _SHAPE = Shape.parse("llama:2x64", 1, 8, checkpointing=True)
@@ -43,6 +50,28 @@ def test_fsdp2_trains_as_plain_pytorch_does() -> None:
         assert facts["host_memory_bytes"] == 16 * num_parameters + 4 * num_counts
     finally:
         peer.close()
+
+
+@pytest.mark.skipif(_step_peers.missing_module("deepspeed") is not None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize(("system", "bytes_a_parameter"), [("deepspeed", 24), ("deepspeed_zero2", 20)])
+def test_deepspeed_trains_as_plain_pytorch_does(system: str, bytes_a_parameter: int) -> None:
+    """What it keeps in the precision of compute takes 4 bytes in fp32: weights, and with ZeRO-3 their gradients."""
+    request = {"shape": asdict(_SHAPE), "device": "cpu", "precision": "fp32", "clipping": 0.0}
+    plain, peer = (Turns(None).take({**request, "system": name}, 0, 3) for name in ("in_memory", system))
+    assert peer["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert peer["parameters"] == plain["parameters"]
+    assert peer["host_memory_bytes"] == bytes_a_parameter * peer["parameters"]
+
+
+@pytest.mark.parametrize("system", _step_deepspeed.ZERO)
+def test_settings_are_keys_of_deepspeed(system: str) -> None:
+    """It refuses keys that it does not know, and so does the table of its keys here."""
+    request = {"system": system, "precision": "bf16", "clipping": 0.0}
+    config = _step_deepspeed.config_of(_SHAPE, request)
+    assert check(config, TOP).values["zero_optimization"]["stage"] == config["zero_optimization"]["stage"]
+    config["zero_optimization"] = {**config["zero_optimization"], "prefetch_bucket": 1}
+    with pytest.raises(ConfigError, match="prefetch_bucket"):
+        check(config, TOP)
 
 
 def test_rows_of_others_stay_where_a_peer_fails(tmp_path: Path) -> None:
@@ -74,3 +103,20 @@ def test_what_is_not_installed_is_known(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_system_that_takes_too_long_is_ended() -> None:
     with pytest.raises(WorkerFailed, match=r"it took more than 0\.1 s"):
         Turns(None, 0.1).take({"system": "engine"}, 1, 1)
+
+
+def test_of_a_system_that_failed_its_error_is_told() -> None:
+    """And neither the advice in an error of CUDA nor what NCCL says at exit."""
+    text = """a library's warning
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "scripts/_step_worker.py", line 1, in <module>
+[rank0]:     main()
+[rank0]: torch.AcceleratorError: CUDA error: out of memory
+[rank0]: Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+[rank0]:[W1127 04:18:30.410 ProcessGroupNCCL.cpp:1524] Warning: destroy_process_group() was not called
+"""
+    assert last_words(io.StringIO(text)) == "torch.AcceleratorError: CUDA error: out of memory"
+    assert last_words(io.StringIO("one\nKilled\n\n")) == "Killed"
+    assert last_words(io.StringIO("")) == "it ended without a word (out of memory?)"
+    with pytest.raises(WorkerFailed, match="KeyError: 'system'"):
+        Turns(None).take({"shape": asdict(_SHAPE)}, 1, 1)

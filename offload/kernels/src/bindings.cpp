@@ -6,6 +6,8 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,6 +15,7 @@
 #include "beside.h"
 #include "dispatch.h"
 #include "pool.h"
+#include "queue.h"
 
 namespace py = pybind11;
 
@@ -25,15 +28,21 @@ using Addresses = std::array<Address, kStatesMax>;
 std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
 float* floats(Address address) { return reinterpret_cast<float*>(address); }
 
+std::size_t num_blocks(std::size_t numel) { return (numel + kBlock - 1) / kBlock; }
+
+// Calls body(begin, end) for a block of [0, numel).
+template <class Body>
+auto of_block(std::size_t numel, Body body) {
+  return [=](std::size_t block) { body(block * kBlock, std::min(numel, (block + 1) * kBlock)); };
+}
+
 // Calls body(begin, end) for every block of [0, numel). One block takes a few microseconds: less than it may take to get
 // the GIL back from a thread that computes.
 template <class Body>
 void for_blocks(std::size_t numel, std::size_t num_threads, const Body& body) {
   std::optional<py::gil_scoped_release> released;
   if (numel > kBlock) released.emplace();
-  parallel_for((numel + kBlock - 1) / kBlock, num_threads, [&](std::size_t block) {
-    body(block * kBlock, std::min(numel, (block + 1) * kBlock));
-  });
+  parallel_for(num_blocks(numel), num_threads, of_block(numel, std::cref(body)));
 }
 
 Arrays make_arrays(Address grad, int grad_dtype, Address weight, Address rest, Address master, int weight_format,
@@ -58,13 +67,14 @@ void define_update(py::module_& m, const char* name, Update<Rule> Table::*kernel
   m.def(name, [kernel](const Constants& constants, std::size_t numel, Address grad, int grad_dtype, Address weight,
                        Address rest, Address master, int weight_format,
                        const Addresses& states, const Addresses& scales, int state_dtype, std::uint32_t seed,
-                       std::ptrdiff_t weight_shift, std::ptrdiff_t states_shift, std::size_t num_threads) {
+                       std::ptrdiff_t weight_shift, std::ptrdiff_t states_shift, std::size_t num_threads,
+                       Queue* queue) -> std::shared_ptr<Work> {
     const Arrays arrays = make_arrays(grad, grad_dtype, weight, rest, master, weight_format, states, scales,
                                       state_dtype, seed);
     const auto rule = std::bit_cast<Rule>(constants);
     const auto run = table_in_use().*kernel;
     const Shifts shifts{weight_shift, states_shift};
-    for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+    const auto body = [=](std::size_t begin, std::size_t end) {
       if (!shifts) return run(rule, arrays, begin, end);
       for (; begin < end; begin += Piece::kElements) {
         const std::size_t stop = std::min(begin + Piece::kElements, end);
@@ -72,7 +82,10 @@ void define_update(py::module_& m, const char* name, Update<Rule> Table::*kernel
         run(rule, piece.arrays(), 0, stop - begin);
         piece.send();
       }
-    });
+    };
+    if (queue != nullptr) return queue->submit(num_blocks(numel), num_threads, of_block(numel, body));
+    for_blocks(numel, num_threads, body);
+    return nullptr;
   });
 }
 
@@ -165,6 +178,12 @@ std::vector<std::string> isas_supported() {
 }  // namespace
 
 PYBIND11_MODULE(_kernels, m) {
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
+      .def("done", &Work::done)
+      .def("wait", &Work::wait, py::call_guard<py::gil_scoped_release>())
+      .def("seconds", &Work::seconds)
+      .def("seconds_since", &Work::seconds_since);
+  py::class_<Queue>(m, "Queue").def(py::init<>());
 #define OFFLOAD_UPDATE(name, ...) define_update(m, #name, &Table::name);
   OFFLOAD_RULES(OFFLOAD_UPDATE)
 #undef OFFLOAD_UPDATE

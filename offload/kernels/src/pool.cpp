@@ -3,25 +3,14 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <cfenv>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 
+#include "floats.h"
+
 namespace offload {
 namespace {
-
-// Round to nearest, keep denormals, raise nothing: whatever the thread was set to (torch.set_flush_denormal, say).
-class DefaultFloats {
- public:
-  DefaultFloats() { std::fegetenv(&before_), std::fesetenv(FE_DFL_ENV); }
-  ~DefaultFloats() { std::fesetenv(&before_); }
-  DefaultFloats(const DefaultFloats&) = delete;
-  DefaultFloats& operator=(const DefaultFloats&) = delete;
-
- private:
-  std::fenv_t before_;
-};
 
 struct Job {
   const std::function<void(std::size_t)>& body;

@@ -1,0 +1,124 @@
+"""Kernels that a queue runs: the bits of those that are run at once, whatever runs beside them."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from offload import kernels
+from offload.native_optimizers import NATIVE_OPTIMIZERS
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "maximize": False}
+ADAMW = NATIVE_OPTIMIZERS["adamw"].coefficients(OPTIONS, 3, 1)
+
+
+def arrays(numel: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    grad, weight, first, second = (torch.randn(numel, generator=generator) for _ in range(4))
+    return [grad, weight, first, second.abs_()]
+
+
+def step(of: Sequence[torch.Tensor], native: kernels.Native, numel: int | None = None) -> None:
+    grad, weight, first, second = of
+    kernels.update(
+        ADAMW,
+        grad.numel() if numel is None else numel,
+        grad=grad.data_ptr(),
+        grad_dtype=kernels.Dtype.F32,
+        weight=weight.data_ptr(),
+        weight_dtype=kernels.Dtype.F32,
+        native=native,
+        **{name: state.data_ptr() for name, state in zip(ADAMW.states, (first, second), strict=True)},
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_works_of_a_queue_give_the_bits_of_kernels_that_are_run_at_once(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice([1, 100, 16_384, 50_000, 300_001]) for _ in range(30)]
+    expected, given = ([arrays(numel, index) for index, numel in enumerate(sizes)] for _ in range(2))
+    for each in expected:
+        step(each, kernels.on_host)
+    queue, works = kernels.Queue(), list[kernels.Work]()
+    for each in given:
+        step(each, queue.by(draw.randint(1, 5), works))
+        if draw.random() < 0.3:
+            works[draw.randrange(len(works))].wait()
+    for work in works:
+        work.wait()
+        assert work.done()
+        assert work.seconds() >= 0
+        assert work.seconds_since() >= 0
+    assert len(works) == len(sizes)
+    for here, there in zip(expected, given, strict=True):
+        assert all(map(torch.equal, here, there))
+
+
+def test_the_caller_of_a_queue_goes_on_while_it_works() -> None:
+    of, works = [arrays(1 << 20, index) for index in range(8)], list[kernels.Work]()
+    native = kernels.Queue().by(1, works)
+    for each in of:
+        step(each, native)
+    del native  # and with it the queue
+    assert not works[-1].done()
+    works[-1].wait()
+    assert all(work.done() for work in works), "one thread works in order"
+
+
+def test_seconds_of_works_are_those_between_their_ends() -> None:
+    of, works = [arrays(1 << 20, index) for index in range(8)], list[kernels.Work]()
+    native, start = kernels.Queue().by(2, works), time.perf_counter()
+    for each in of:
+        step(each, native)
+    for work in works:
+        work.wait()
+    took = time.perf_counter() - start
+    assert sum(work.seconds() for work in works) <= took
+    assert works[0].seconds_since() > works[-1].seconds_since()
+
+
+def test_other_threads_run_while_a_work_is_waited_for() -> None:
+    of, works, num_turns = [arrays(1 << 20, index) for index in range(8)], list[kernels.Work](), [0]
+    native = kernels.Queue().by(1, works)
+    for each in of:
+        step(each, native)
+
+    def count() -> None:
+        while not works[-1].done():
+            num_turns[0] += 1
+
+    other = threading.Thread(target=count)
+    other.start()
+    works[-1].wait()
+    other.join(10)
+    assert num_turns[0] > 1, "the interpreter was kept"
+
+
+def test_a_queue_does_nothing_in_a_forked_process_and_does_not_hang_there() -> None:
+    queue, works, of = kernels.Queue(), list[kernels.Work](), arrays(1 << 20, 0)
+    step(of, queue.by(2, works))
+    works[0].wait()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            step(of, queue.by(1, works))
+        except RuntimeError as error:
+            code = 0 if "forked" in str(error) else 2
+        del queue
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_work_without_elements_is_done() -> None:
+    works: list[kernels.Work] = []
+    step(arrays(8, 0), kernels.Queue().by(2, works), numel=0)
+    assert [work.done() for work in works] == [True]
+    works[0].wait()
+    assert works[0].seconds() == 0
