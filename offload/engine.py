@@ -23,6 +23,7 @@ from offload.birth.birth import Birth
 from offload.checkpoint.safetensors.export import MAX_SHARD_BYTES, save_model
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, RankError, limits_named
+from offload.memory import on_cpu
 from offload.model.handle import Handle
 from offload.model.inputs import Inputs
 from offload.optimizer import OffloadOptimizer
@@ -66,7 +67,7 @@ class OffloadEngine:
             tell_ranks(options.get("mesh"), error)
             raise
         self.module = model
-        with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), limits_named():
+        with torch.inference_mode(False), torch.enable_grad(), on_cpu(), limits_named():
             self._session = self._make(model)
 
     @classmethod

@@ -8,7 +8,9 @@ import os
 import platform
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +34,13 @@ _FAULT_BYTES = 64 << 20
 
 _LOOK_BYTES = 4 << 30
 """The kernel is asked about so much in one call: a byte of its answer for each page."""
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Within, new tensors are on the CPU, whatever the default device. Where it is the default, no mode says so again:
+    a mode sees each operation."""
+    cpu = torch.device("cpu")
+    return nullcontext() if torch.get_default_device() == cpu else cpu
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype, owner: object = None) -> torch.Tensor:

@@ -35,9 +35,11 @@ RATED_BYTES = 600 * 10**12
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 
 
-def page(text: str) -> str:
-    """The page with its examples and its table as the code gives them now."""
-    text = re.sub(r"```console\n\$ offload (plan [^\n]*--gpu[^\n]*)\n.*?```", _example, text, flags=re.DOTALL)
+EXAMPLE = re.compile(r"```console\n\$ offload (plan [^\n]*--gpu[^\n]*)\n.*?```", re.DOTALL)
+
+
+def with_sizes(text: str) -> str:
+    """The page with the table of sizes as the code gives it now."""
     return _with_table(text, r"\| parameters \| least host memory", lines())
 
 
@@ -56,7 +58,8 @@ def _with_table(text: str, begin: str, rows: Iterator[str]) -> str:
     return re.sub(rf"{begin}.*?\n\n", lambda _: f"{table}\n\n", text, flags=re.DOTALL)
 
 
-def _example(found: re.Match[str]) -> str:
+def example(found: re.Match[str]) -> str:
+    """An example as the code gives it now."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         main(shlex.split(found[1]))
@@ -90,4 +93,4 @@ def _row(name: str, count: int) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_played(with_published(page(PAGE.read_text()))))
+    PAGE.write_text(with_played(with_published(with_sizes(EXAMPLE.sub(example, PAGE.read_text())))))

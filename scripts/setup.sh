@@ -67,6 +67,10 @@ install_packages() {
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
 
+# Bytecode of all libraries takes a minute to make, and most of it is never run: what is imported makes its own, once.
+unset PYTHONDONTWRITEBYTECODE
+pip_install() { pip install --no-compile "$@"; }
+
 oldest_torch=$(sed -n 's/^ *"torch>=\(.*\)",$/\1/p' "$root/pyproject.toml")
 
 torch_version() { # of the torch that an interpreter sees, if it is new enough
@@ -93,7 +97,7 @@ install_torch() {
   local index=()
   if [[ -n ${OFFLOAD_TORCH_INDEX:-} ]]; then index=(--index-url "$OFFLOAD_TORCH_INDEX"); fi
   say "installing torch"
-  pip install "${index[@]}" --constraint "$root/scripts/constraints.txt" torch ||
+  pip_install "${index[@]}" --constraint "$root/scripts/constraints.txt" torch ||
     fail "pip found no $(grep '^torch' "$root/scripts/constraints.txt") for $("$python" --version) on this machine. Set" \
       "OFFLOAD_TORCH_INDEX to an index that has it, or install any torch >= $oldest_torch for $python, and remove .venv"
 }
@@ -110,12 +114,12 @@ PY
 
 # The backend of pyproject.toml, and what it wants besides: CMake and Ninja, where those here are too old.
 install_build_tools() {
-  pip install scikit-build-core pybind11 && (
+  pip_install scikit-build-core pybind11 && (
     cd "$root"
     "$venv/bin/python" -c '
 from scikit_build_core.build import get_requires_for_build_editable as needed
 print(*needed(), sep="\n")
-' | xargs --no-run-if-empty "$venv/bin/python" -m pip --disable-pip-version-check -qq install
+' | xargs --no-run-if-empty "$venv/bin/python" -m pip --disable-pip-version-check -qq install --no-compile
   )
 }
 
@@ -146,7 +150,7 @@ compile_meanwhile() {
 install_libraries() {
   say "compiling, and installing libraries"
   { printf 'torch==%s\n' "$(torch_version "$venv/bin/python")" && compiler_version; } >"$venv/constraints.txt"
-  libraries | pip install --constraint "$venv/constraints.txt" --requirement /dev/stdin ||
+  libraries | pip_install --constraint "$venv/constraints.txt" --requirement /dev/stdin ||
     fail "libraries could not be installed; the reason is above"
 }
 
@@ -154,7 +158,7 @@ install_project() {
   wait "$compiling" || true
   rm -rf "$venv/compiled"
   say "installing the project"
-  pip install --no-build-isolation --check-build-dependencies --constraint "$venv/constraints.txt" \
+  pip_install --no-build-isolation --check-build-dependencies --constraint "$venv/constraints.txt" \
     --editable "$root[dev]" || fail "the project could not be built; the reason is above"
 }
 

@@ -8,8 +8,6 @@ cd "$root"
 "$venv/bin/codespell" README.md CHANGELOG.md docs offload aio_ext swapper scripts tests
 "$venv/bin/python" -m mypy
 "$venv/bin/lint-imports"
-# Bytecode of ours that is kept saves a third of a second of each process, and the tests start hundreds.
-unset PYTHONDONTWRITEBYTECODE
 # More processes than small machines have cores: many tests wait for a disk, for another rank or for a process that they
 # have started.
 # Each has one thread of torch, and those of tests that ask for more wait without spinning.

@@ -3,8 +3,9 @@
 Shells start background jobs with Ctrl-C ignored, and programs inherit that: the tests want the default. The tests'
 directories may be in memory: programs that the tests start do not warn of it.
 
-Some tests have many cases, each of which trains something. Marked ``one_in(n)``, every n-th of them runs, and all of
-them with ``--all``.
+Some tests have many cases, each of which trains something. All of them run with ``--all``. Otherwise, marked
+``one_in(n)``, every n-th runs; marked ``each_value``, of the cases of several parametrizations as few run as have each
+value of each parametrization.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Hashable
 
 import pytest
 import torch
@@ -25,11 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--copy-windows", action="store_true", help="windows of a torch that cannot exchange memory of storages"
     )
-    parser.addoption("--all", action="store_true", help="all cases of the tests of which every n-th runs otherwise")
+    parser.addoption("--all", action="store_true", help="all cases of the tests of which some run otherwise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_in(n): a test of whose cases every n-th runs, and with --all each")
+    config.addinivalue_line("markers", "each_value: a test of which some cases have each value, and with --all all run")
     if config.getoption("copy_windows"):
         torch.UntypedStorage._swap_data_ptr_ = _Missing()  # type: ignore[attr-defined]
 
@@ -38,16 +41,44 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("all"):
         return
-    seen: Counter[str] = Counter()
-    kept, left_out = [], []
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        marker = item.get_closest_marker("one_in")
-        test = item.nodeid.partition("[")[0]
-        (left_out if marker and seen[test] % marker.args[0] else kept).append(item)
-        seen[test] += 1
-    if left_out:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    runs = {item for of_test in cases.values() for item in _chosen(of_test)}
+    if left_out := [item for item in items if item not in runs]:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        items[:] = [item for item in items if item in runs]
+
+
+def _chosen(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of a test that run."""
+    if marker := cases[0].get_closest_marker("one_in"):
+        return cases[:: marker.args[0]]
+    if cases[0].get_closest_marker("each_value"):
+        return _with_each_value(cases)
+    return cases
+
+
+def _with_each_value(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """First the cases of which no value was seen yet, then those that have one which was not."""
+    left = {case: _values(case) for case in cases}
+    seen: set[Hashable] = set()
+    for enough in (set.isdisjoint, lambda values, seen: not values <= seen):
+        for case, values in [*left.items()]:
+            if enough(values, seen):
+                seen |= left.pop(case)
+    return [case for case in cases if case not in left]
+
+
+def _values(case: pytest.Item) -> set[Hashable]:
+    """What each parametrization, and each parametrized fixture, has in a case."""
+    params = {name: id(value) for name, value in case.callspec.params.items()}  # type: ignore[attr-defined]
+    values: set[Hashable] = set()
+    for marker in case.iter_markers("parametrize"):
+        names = marker.args[0]
+        names = names.split(",") if isinstance(names, str) else names
+        values.add(tuple((name.strip(), params.pop(name.strip())) for name in names))
+    return values | {*params.items()}
 
 
 def pytest_collection_finish() -> None:
@@ -62,4 +93,4 @@ class _Missing:
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine measures its disk for 0.6 s when it is made, and tests make thousands."""
-    monkeypatch.setattr("offload.tiers.bandwidth._SECONDS", 0.02)
+    monkeypatch.setattr("offload.tiers.bandwidth._SECONDS", 0.002)

@@ -239,7 +239,7 @@ def _serve(listener: socket.socket, tests: int) -> dict[str, Any]:
 def _run_forked(listener: socket.socket, tests: int) -> None:
     for module in ("torch._dynamo", "offload.engine"):
         importlib.import_module(module)
-    sys.modules["offload.tiers.bandwidth"]._SECONDS = 0.02  # type: ignore[attr-defined]  # as in the conftest of all
+    sys.modules["offload.tiers.bandwidth"]._SECONDS = 0.002  # type: ignore[attr-defined]  # as in the conftest of all
     request = _serve(listener, tests)
     os.chdir(request["at"])
     os.environ.clear()

@@ -395,10 +395,7 @@ class Hooks:
             context.finds_in = task
             self._listener.begin_passing()
             return
-        for entry in context.open:
-            if entry[0] is unit:
-                break
-        else:
+        if not any(entry[0] is unit for entry in context.open):
             if not unit.in_backward and unit.forward_depth == 0:
                 self._begin_use(unit)
             unit.in_backward = True

@@ -1,4 +1,4 @@
-"""Run a command without something: ``python restrict.py RESTRICTION COMMAND...``
+"""Run a command without something: ``python restrict.py RESTRICTION COMMAND...``, or this process: ``restrict``.
 
 RESTRICTION is ``setup`` or ``enter`` (a seccomp filter answers io_uring_setup or io_uring_enter with EPERM), ``hidden``
 (io_uring_setup gets ENOSYS) or ``memlock`` (64 KiB of locked memory, without the capability to exceed it).
@@ -55,6 +55,12 @@ _RESTRICTIONS = {
     "memlock": lambda: limit_locked_memory(64 << 10),
 }
 
+
+def restrict(restriction: str) -> None:
+    """Take it from this process, and from all that it starts; what ``memlock`` takes, from those alone."""
+    _RESTRICTIONS[restriction]()
+
+
 if __name__ == "__main__":
-    _RESTRICTIONS[sys.argv[1]]()
+    restrict(sys.argv[1])
     os.execv(sys.argv[2], sys.argv[2:])

@@ -196,6 +196,7 @@ EXITS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", EXITS)
 def test_a_program_may_end_in_any_way_with_io_in_flight(backend: str, tmp_path: Path, way: str) -> None:
     path = tmp_path / "data"

@@ -22,14 +22,22 @@ from offload.doctor import Finding, Status, device, drive, examination, examine,
 from offload.ranks import topology
 from swapper import paths as swapper_paths
 
-RESTRICT = Path(__file__).parent.parent / "aio_ext" / "restrict.py"
+RESTRICT = Path(__file__).parent.parent / "aio_ext"
 
 
-def in_a_child(code: str, restriction: str = "", hidden: str = "", **environment: str) -> str:
-    """What a program prints that knows the modules of the doctor, under a restriction, or without a module."""
-    restrict = [sys.executable, str(RESTRICT), restriction] if restriction else []
+def restricted(restriction: str, code: str) -> str:
+    """What a program prints that knows the modules of the doctor, under a restriction."""
+    begin = (
+        f"import sys; sys.path.insert(0, {str(RESTRICT)!r}); from restrict import restrict; restrict({restriction!r})"
+    )
+    return forked.run_well(f"{begin}\nfrom offload.doctor import memory, software\n{code}")
+
+
+def in_a_child(code: str, *starter: str, hidden: str = "", **environment: str) -> str:
+    """What a program prints that knows the modules of the doctor, begun by another, or in an environment, or without a
+    module."""
     code = f"import sys; sys.modules[{hidden!r}] = None; from offload.doctor import memory, software\n{code}"
-    command = [*restrict, sys.executable, "-c", code]
+    command = [*starter, sys.executable, "-c", code]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -55,13 +63,15 @@ def only(findings: Iterator[Finding], subject: str) -> Finding:
     ],
 )
 def test_io_uring_that_is_forbidden_could_be_better(restriction: str, says: str, repair: str):
-    status, said, fix = in_a_child(f"checked = software.io_uring{SHOW}", restriction).split(" | ")
+    status, said, fix = restricted(restriction, f"checked = software.io_uring{SHOW}").split(" | ")
     assert status == "could be better" and fix.startswith(repair) and ": Op" not in fix
     assert said.startswith(says) and said.endswith("I/O goes by threads")
 
 
 def test_little_locked_memory_could_be_better():
-    shown = in_a_child(f"checked = memory.locked_memory{SHOW}", "memlock")
+    shown = in_a_child(
+        f"checked = memory.locked_memory{SHOW}", sys.executable, str(RESTRICT / "restrict.py"), "memlock"
+    )
     if "without io_uring" in shown:
         pytest.skip("io_uring does not work here")
     assert shown.startswith("could be better | a limit of 65.5 kB: memory is not registered with the ring")

@@ -202,6 +202,7 @@ def test_other_models_and_their_optimizers_stay_accelerates(accelerator, tmp_pat
     assert script.accelerator.engine.module is script.model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("offload", "options", "precision", "max_norm"),
     [

@@ -93,7 +93,7 @@ def adapted(model: Any, architecture: str, **options: Any) -> Any:
     return peft.get_peft_model(model, lora(architecture, **options), autocast_adapter_dtype=False)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("architecture", MODELS)
 def test_an_adapter_trains_over_a_file_as_over_the_dequantised_model(architecture: str, tmp_path: Path) -> None:
     options = file_of(tmp_path, architecture)
@@ -143,6 +143,7 @@ def uneven(name: str) -> str:
     return "Q8_0" if "gate_exps" in name else "Q5_K"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("architecture", "kind"), [("llama", mixed), ("qwen3moe", mixed), ("qwen3moe", uneven)])
 def test_a_file_has_several_types(architecture: str, kind: Any, tmp_path: Path) -> None:
     options = file_of(tmp_path, architecture, kind)

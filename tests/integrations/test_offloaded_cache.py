@@ -39,6 +39,7 @@ def generate(model: Any, options: dict[str, Any]) -> torch.Tensor:
     return model.generate(tokens, attention_mask=mask, **given)[:, tokens.shape[1] :]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2, "max_new_tokens": 12, "min_new_tokens": 12}])
 @pytest.mark.parametrize("mode", ["host", "nvme"])
 def test_the_tokens_are_those_of_a_cache_that_stays(mode: str, options: dict[str, Any], tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def bytes_of_blocks(engine: OffloadEngine) -> int:
     return 2 * sum(unit.numel - unit.trainable_numel for unit in units)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "times_fewer"), [("int8", 1.8), ("int4 in int8", 1.8), ("nf4", 3.4)])
 def test_an_adapter_over_it_is_trained_as_in_memory_with_fewer_bytes(
     kind: str, times_fewer: float, tmp_path: Path
@@ -68,6 +69,7 @@ def test_a_device_computes_with_it(kind: str) -> None:
         assert device.violations == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_outside_of_a_forward_it_is_what_it_was(kind: str, tmp_path: Path) -> None:
     plain = adapted(base=kind)

@@ -63,7 +63,7 @@ def offloaded(made: list[Any], tmp_path: Path) -> Callable[..., OffloadTrainer]:
     return make
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("make", "changes"),
     [

@@ -72,6 +72,7 @@ def follow(optimizer_class: Any, options: dict[str, Any], state_names: list[str]
         assert not torch.equal(weight, before)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("maximize", "amsgrad", "fused"), [(False, False, False), (False, False, True), (True, True, False)]
 )
@@ -100,6 +101,7 @@ def test_adagrad(maximize: bool) -> None:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize(("momentum", "dampening", "nesterov"), [(0, 0, False), (0.9, 0.3, False), (0.9, 0, True)])
 def test_sgd(momentum: float, dampening: float, nesterov: bool, maximize: bool) -> None:

@@ -40,6 +40,7 @@ CASES: list[tuple[Coef, str, Dtype, Dtype]] = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("coef", "form", "grad", "state"), CASES)
 @pytest.mark.parametrize(
     ("numel", "elements_past"), [(1, 1), (255, 1), (5000, 1), (3, 0), (4, 0), (4099, 0), (4096, 4)]
@@ -97,6 +98,7 @@ NUMELS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "dtype", "alignment"),
     [

@@ -56,7 +56,7 @@ def slice_of(architecture: str) -> list[gpu_assembly.Case]:
     ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @needs_compilers
 @pytest.mark.parametrize("architecture", gpu_assembly.ARCHITECTURES)
 def test_arithmetic_is_exact_and_loads_come_first(architecture: str) -> None:

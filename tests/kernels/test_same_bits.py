@@ -101,6 +101,7 @@ def assert_same(ours: list[Any], scalar: list[Any]) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_in_every_format_has_the_bits_of_scalar(
@@ -114,6 +115,7 @@ def test_an_optimizer_in_every_format_has_the_bits_of_scalar(
         assert_same(run(guarded, awkward, name, 515, formats, (1, 2), 1), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("state_dtype", [Dtype.F32, Dtype.BF16, Dtype.INT8])
 def test_every_length_has_the_bits_of_scalar(
@@ -172,6 +174,7 @@ def test_the_size_of_tiles_changes_no_bit(state_dtype: Dtype, awkward: Any) -> N
         assert_same(run_in_tiles(tile), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("function", [accumulate, convert])
 def test_accumulate_and_convert_have_the_bits_of_scalar(

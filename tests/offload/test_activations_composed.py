@@ -235,6 +235,7 @@ class HooksInside(Saving):
             return torch.tanh(x @ self.weight)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", [{}, NVME, HOST, RECOMPUTE])
 @pytest.mark.parametrize("layer", [Negative, Dual, AskingTwice, HooksInside])
 def test_odd_tensors_that_a_forward_saves_come_back_as_they_were(layer: Any, mode: dict[str, Any], tmp_path: Path):

@@ -160,6 +160,7 @@ def test_initialisers_leave_weights_that_are_in_memory_alone() -> None:
         assert torch.equal(engine.state_dict()["0.weight"], before)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_deferred_model_trains_as_in_memory(precision: str, place: dict[str, str], tmp_path: Path) -> None:

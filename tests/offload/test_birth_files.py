@@ -41,6 +41,7 @@ def in_shards(model: nn.Module, directory: Path, count: int = 3) -> Path:
     return directory
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize(
     ("built_in", "stored_in", "precision"),

@@ -96,6 +96,7 @@ def holds(moments: str, there: str) -> bool:
     return moments in ("fp32", there)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("there", FORMATS)
 def test_moments_become_those_of_every_other_format(tmp_path: Path, there: str, options: dict[str, Any]):

@@ -59,6 +59,7 @@ def whole_bytes(make: Callable[..., OffloadEngine], **options: Any) -> int:
         return engine.plan.device.total_bytes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", range(len(OPTIONS)), ids=lambda at: "-".join(map(str, OPTIONS[at].values())))
 def test_units_move_home_after_the_first_step_and_the_bits_stay(
     make: Callable[..., OffloadEngine], number: int

@@ -80,6 +80,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 def test_the_bits_are_those_of_the_cpu(make_model: Callable[..., Tiny], options: dict[str, Any]) -> None:
     def outcome(device: Any) -> Any:
@@ -311,6 +312,7 @@ def _beside_compute(method: str) -> Callable[[pytest.MonkeyPatch], None]:
     return forget
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "forget",
     [

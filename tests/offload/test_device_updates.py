@@ -121,7 +121,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("on_nvme", [False, True], ids=["in RAM", "on NVMe"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 def test_the_bits_are_the_same_whichever_side_updates(
@@ -307,6 +307,7 @@ def test_a_tile_comes_to_memory_that_is_there(forgotten: bool, monkeypatch: pyte
     assert bool(device.violations) == forgotten and device.allocated_bytes == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("on_nvme", [False, True], ids=["in RAM", "on NVMe"])
 @pytest.mark.parametrize("where", ["copy", "kernel", "record", "wait"])
 def test_a_fault_on_the_way_reaches_the_training_thread_and_nothing_hangs(
@@ -393,6 +394,7 @@ def _share_one_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceSide, "begin", begin_in_one)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "forget",
     [forget_in("end", SimulatedEvent), _count_too_early, _share_one_place],

@@ -9,6 +9,7 @@ from aio_ext.profile import IoProfile, save_profile
 from offload import OffloadEngine, OffloadError
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 def test_result_does_not_depend_on_where_the_state_rests(make_model, tmp_path: Path, precision, clipping):

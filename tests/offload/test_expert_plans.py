@@ -80,7 +80,7 @@ def counted(engine: OffloadEngine, what: str, tokens: int) -> tuple[Plan, float,
             time.sleep(0.1)
         return now
 
-    num_steps = 48 if what == "generate" else 4
+    num_steps = 24 if what == "generate" else 2
     steps(range(num_steps))
     before = moved()
     steps(range(num_steps, 2 * num_steps))

@@ -39,6 +39,7 @@ def three_steps(model: Any, call: Any, optimizer: torch.optim.Optimizer) -> list
     return [losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_training_has_the_numbers_of_the_plain_model_in_ram_and_at_the_least_budget(kind: str, tmp_path: Path) -> None:
     plain = built(CONFIGS[kind]())
@@ -57,6 +58,7 @@ def test_training_has_the_numbers_of_the_plain_model_in_ram_and_at_the_least_bud
     assert all(torch.equal(value, runs[1][2][name]) for name, value in runs[0][2].items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_generation_has_the_tokens_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     how = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}

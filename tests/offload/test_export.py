@@ -125,6 +125,7 @@ def test_the_config_says_what_was_saved_and_the_models_own_stays(tmp_path: Path)
     assert index_free.dtype == torch.bfloat16
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_fp32_is_the_exact_master(tmp_path: Path, make_model: Callable[..., Tiny], precision: str):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -374,6 +375,7 @@ def visible(folder: Path) -> dict[str, torch.Tensor]:
     return {name: safetensors.load_file(folder / file)[name] for name, file in index["weight_map"].items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("new", ["5GB", "500KB", "1500KB"])
 @pytest.mark.parametrize("old", ["5GB", "500KB"])
 def test_killed_at_any_moment_the_old_or_the_new_weights_are_there(tmp_path: Path, make_model, monkeypatch, old, new):
@@ -501,6 +503,7 @@ print(json.dumps(found))
 # Checkpoints for others.
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", torch.optim.Adamax, torch.optim.Adafactor], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_states_and_weights_come_back_through_torch(tmp_path: Path, make_model, precision: str, optimizer: Any):
@@ -533,6 +536,7 @@ def test_states_and_weights_come_back_through_torch(tmp_path: Path, make_model, 
     assert_same(read(tmp_path / "safetensors"), found["model"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_states_in_8_bits_become_the_numbers_that_they_stand_for(tmp_path: Path, optimizer: str):
     with OffloadEngine(make_huge(), optimizer=optimizer, moments_dtype="int8", lr=1e-3) as engine:
@@ -548,6 +552,7 @@ def test_states_in_8_bits_become_the_numbers_that_they_stand_for(tmp_path: Path,
         assert_same({key: torch.as_tensor(value) for key, value in found[name].items()}, states[index])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["llama tied", "t5", "mixtral"])
 def test_a_checkpoint_alone_becomes_a_model_in_another_process(tmp_path: Path, name: str):
     kind, model = from_transformers(name)

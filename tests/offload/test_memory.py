@@ -8,7 +8,8 @@ import torch
 
 from offload import OffloadEngine
 from offload.assembly import tiers
-from offload.memory import copy_memory, interleave, resident_bytes
+from offload.memory import copy_memory, interleave, on_cpu, resident_bytes
+from offload.torch_internals import function_modes
 
 
 def test_a_copy_of_memory_is_no_part_of_a_transform_that_is_under_way():
@@ -55,3 +56,10 @@ def test_an_engine_whose_cores_are_at_several_nodes_has_memory_of_each(
     monkeypatch.setattr(tiers, "interleave", lambda address, nbytes, nodes: asked.append((nbytes, nodes)))
     with OffloadEngine(make_model(), lr=1e-3) as engine:
         assert asked == [(engine.plan.arena_bytes, frozenset(nodes))] * spreads
+
+
+def test_tensors_are_made_on_the_cpu_whatever_the_default_device_is():
+    with torch.device("meta"), on_cpu():
+        assert torch.empty(1).device.type == "cpu"
+    with on_cpu():
+        assert torch.empty(1).device.type == "cpu" and not function_modes()

@@ -412,6 +412,7 @@ def test_models_of_all_kinds_run_together(make: Callable[[], nn.Module], share: 
         assert together.write_bytes <= 1.02 * together.planned_write_bytes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [{"precision": "bf16"}, {"precision": "fp16"}, {"gradient_clipping": 0.1}, {"optimizer": torch.optim.Adamax}],

@@ -287,7 +287,7 @@ def offloaded(kind: type[nn.Module], **options: object):
         return run(model, engine, engine.backward, engine.step)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", MODELS)
 def test_same_bits_everywhere_and_close_to_torch(kind, tmp_path: Path):
     plain = built(kind)

@@ -98,6 +98,7 @@ def test_modules_that_stand_in_others_and_around_themselves_are_cut_once():
     assert sorted(of_parameter) == sorted(name for name, _ in model.named_parameters())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("formats", [FP32, BF16])
 def test_every_budget_from_the_least_up_is_obeyed_and_moves_no_more_than_a_smaller_one(formats):
     units = find_units(Tiny(num_blocks=6))

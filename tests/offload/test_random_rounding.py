@@ -38,6 +38,7 @@ def assert_same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) 
     assert all(torch.equal(value, others[name]) for name, value in some.items())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("of_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_the_bits_do_not_depend_on_where_things_rest_nor_on_tiles(of_optimizer: dict[str, Any], tmp_path: Path) -> None:
     options = {**SMALL, **of_optimizer}
@@ -67,6 +68,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_with_other_tiles_has_the_same_bits
     assert_same(again[1], uninterrupted[1])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(("there", "here"), [("fp32", "bf16"), ("bf16", "fp32")])
 def test_a_checkpoint_with_the_other_kind_of_masters_comes_over(

@@ -17,9 +17,9 @@ from _full_disk import CannotMount, in_own_mounts  # noqa: E402
 @pytest.mark.parametrize(
     ("script", "options", "words"),
     [
-        ("run_kill.py", ["--seed", "11", "--kills", "3"], "kills: the same bits {"),
-        ("run_administrator.py", ["--seed", "11", "--acts", "6", "--mounts", "none"], "acts: nothing was lost"),
-        ("run_power_cut.py", ["--seed", "11", "--cuts", "250"], "cuts: nothing was lost"),
+        ("run_kill.py", ["--seed", "11", "--kills", "2"], "kills: the same bits {"),
+        ("run_administrator.py", ["--seed", "11", "--acts", "4", "--mounts", "none"], "acts: nothing was lost"),
+        ("run_power_cut.py", ["--seed", "11", "--cuts", "120"], "cuts: nothing was lost"),
     ],
 )
 def test_a_slice(script: str, options: list[str], words: str):
@@ -29,7 +29,7 @@ def test_a_slice(script: str, options: list[str], words: str):
 
 
 def test_a_slice_with_directories_that_are_mounted_elsewhere(capfd: pytest.CaptureFixture[str]):
-    options = ["--seed", "12", "--acts", "10", "--mounts", "here"]
+    options = ["--seed", "12", "--acts", "5", "--mounts", "here"]
     try:
         found = in_own_mounts([sys.executable, "-W", "ignore", str(SCRIPTS / "run_administrator.py"), *options])
     except CannotMount as error:

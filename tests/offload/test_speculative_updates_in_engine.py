@@ -100,7 +100,7 @@ def run_in_memory(between, **options) -> tuple[list[float], dict[str, torch.Tens
     return run(between, **options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("share", [1, 1.5], ids=["gradients spilled", "gradients in RAM"])
 @pytest.mark.parametrize(
     "between",
@@ -191,7 +191,7 @@ CLIPPED = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("clipped", "loop"), [(clipped, loop) for clipped in CLIPPED for loop in CLIPPED[clipped]])
 def test_steps_that_are_not_clipped_are_updated_early_and_those_that_are_do_not_try(clipped: str, loop, tmp_path: Path):
     ahead = {"never": NEVER, "always": ALWAYS, "after a while": 1.001 * max(norms_of(loop)[:3])}[clipped]

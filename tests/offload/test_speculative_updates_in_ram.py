@@ -143,6 +143,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("clipped", "loop"), [(clipped, loop) for clipped in LOOPS for loop in LOOPS[clipped]])
 def test_units_in_ram_are_updated_in_backward_with_the_bits_of_the_step(clipped: str, loop: Any):
     bound = {"never": NEVER, "always": ALWAYS, "sometimes": sorted(norms_of(loop))[3]}[clipped]

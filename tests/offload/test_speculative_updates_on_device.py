@@ -87,7 +87,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("clipped", "loop"), [(clipped, loop) for clipped in LOOPS for loop in LOOPS[clipped]])
 def test_steps_that_are_not_clipped_are_updated_early_and_those_that_are_do_not_try(
     clipped: str, loop: Any, tmp_path: Path

@@ -41,7 +41,7 @@ def groups() -> Iterator[tuple[tuple[str, ...], str, tuple[str, str]]]:
         yield of_model, IN_TURNS[number % len(IN_TURNS)], SETTINGS[number % len(SETTINGS)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kinds", "loop", "setting"), [*groups()], ids=lambda part: "+".join([part] if isinstance(part, str) else part)
 )
@@ -53,6 +53,7 @@ def test_all_kinds_of_blocks_and_loops_have_the_bits_of_keep(
     assert not typed, typed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_block_that_a_second_run_would_find_changed_is_one_error(kind: str, tmp_path: Path):
     wrong, typed = judge(Program((kind,) * NUM_BLOCKS, "plain", num_steps=1), tmp_path, [("nvme", "nvme")])

@@ -39,7 +39,7 @@ def trained(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer) -> li
     return [losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_training_has_the_numbers_of_the_plain_program_in_ram_and_at_the_least_budget(
     name: str, tmp_path: Path

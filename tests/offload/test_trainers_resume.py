@@ -23,6 +23,7 @@ def least(model: nn.Module, path: Path) -> int:
     return refused.value.needed_bytes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_checkpoint_of_the_trainer_of_transformers(tmp_path: Path, dtype):
     transformers = pytest.importorskip("transformers")

@@ -33,7 +33,7 @@ def _skip_without_libraries(name: str) -> None:
     warnings.simplefilter("ignore")  # what these libraries deprecate among themselves is not ours
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", _SLICE)
 def test_on_nvme_as_in_ram_and_near_torch(name: str, tmp_path: Path):
     _skip_without_libraries(name)
@@ -43,7 +43,7 @@ def test_on_nvme_as_in_ram_and_near_torch(name: str, tmp_path: Path):
     assert share <= 1, where
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "default"])
 @pytest.mark.parametrize("name", ["u-net", "nn.Transformer"])
 def test_every_way_to_use_nvme_gives_the_same_bits(name: str, way: str, tmp_path: Path):

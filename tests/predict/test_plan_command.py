@@ -40,6 +40,12 @@ def own_measurements(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
 
 
+@pytest.fixture
+def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for the best batch of each way takes half of a plan's time, and has tests of its own."""
+    monkeypatch.setattr("offload.predict.best_batches._sizes", lambda batches: [])
+
+
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -72,6 +78,7 @@ def test_where_memory_is_too_small_and_no_drive_is_named_one_is_asked_for(capsys
     assert verdict.startswith("It does not fit: host memory of ") and "give --nvme-path DIR" in verdict
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]):
     small = [*ONE[:-1], "600MiB"]
     assert main(small) == 0
@@ -89,6 +96,7 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]):
     assert not answer(capsys, *ONE, "--batch", str(largest + 1))["fits"]  # type: ignore[operator]
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_what_several_gpus_hold_parts_of_is_chosen_or_given(capsys: pytest.CaptureFixture[str]):
     several = [*ONE, "--gpus", "8", "--device-memory", "auto"]
     assert main(several) == 0
@@ -101,6 +109,7 @@ def test_what_several_gpus_hold_parts_of_is_chosen_or_given(capsys: pytest.Captu
     assert answer(capsys, *ONE)["shard"] is None
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_clipping_is_told_apart_where_it_is_set(capsys: pytest.CaptureFixture[str]):
     found = answer(capsys, *ONE, "--gradient-clipping", "1")
     assert found["seconds_if_clipped"] >= found["seconds"]  # type: ignore[operator]
@@ -178,6 +187,7 @@ def test_a_model_of_the_hub_is_planned_by_its_name_in_three_ways(capsys: pytest.
     assert 'peft.LoraConfig(r=16, target_modules="all-linear")' in text
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_the_code_to_paste_makes_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     (tmp_path / "pasted_models.py").write_text(
         "from torch import nn\n"
@@ -196,6 +206,7 @@ def test_the_code_to_paste_makes_the_engine(tmp_path: Path, capsys: pytest.Captu
     sys.modules.pop("pasted_models")
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_a_training_takes_hours_and_a_drive_lasts_for_tokens(capsys: pytest.CaptureFixture[str]):
     found = answer(capsys, *ONE, "--tokens", "1B")
     assert found["hours"] == pytest.approx(1e9 / found["tokens_per_second"] / 3600)  # type: ignore[operator]
@@ -206,6 +217,7 @@ def test_a_training_takes_hours_and_a_drive_lasts_for_tokens(capsys: pytest.Capt
     assert "1,000,000,000 tokens take " in text and f"{wear['steps']:,} steps: " in text
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_spare_copies_without_room_are_told(capsys: pytest.CaptureFixture[str]):
     arguments = ["--parameters", "1e9", "--gpu", "h100", "--device-memory", "4GiB", "--host-memory", "4GiB"]
     found = answer(capsys, "plan", *arguments, "--nvme", "7GB/s,5GB/s,10GB")
@@ -215,12 +227,14 @@ def test_spare_copies_without_room_are_told(capsys: pytest.CaptureFixture[str]):
     assert "no room" not in said(found | {"no_spare_copies": False, "nvme_write_bytes": 0})
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_without_host_memory_it_is_this_machines(capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setattr("offload.cli.plan_made.available_bytes", lambda: 100 << 30)
     assert main(["plan", "--parameters", "1e9", "--gpu", "4090"]) == 0
     assert "80.0 GiB of host memory (most of what is free on this machine)" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_a_machine_with_a_gpu_is_planned_with_it(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "NVIDIA GeForce RTX 4090")
@@ -232,12 +246,14 @@ def test_a_machine_with_a_gpu_is_planned_with_it(capsys: pytest.CaptureFixture[s
     assert "the data sheet of this machine's Quadro 600 is not known" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_this_machine_is_tried(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     arguments = ["--parameters", "20M", "--precision", "fp32", "--sequence", "32", "--host-memory", "150MiB"]
     found = answer(capsys, "plan", *arguments, "--nvme-path", str(tmp_path))
     assert found["fits"] and found["machine"]["nvme"]["read"] > 0 and found["link_seconds"]["compute"] > 0  # type: ignore[index]
 
 
+@pytest.mark.usefixtures("few_batches")
 @pytest.mark.parametrize("over", ["host-memory", "batch"])
 def test_a_picture_is_drawn(over: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     picture = tmp_path / "step.svg"
@@ -247,6 +263,7 @@ def test_a_picture_is_drawn(over: str, capsys: pytest.CaptureFixture[str], tmp_p
     assert str(picture) in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_without_matplotlib_a_picture_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -286,6 +303,7 @@ def test_what_is_ahead_by_luck_is_not_ahead_twice(monkeypatch: pytest.MonkeyPatc
     assert once_more == [lucky, {}, better, {}, {}, better, better, {}]
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_tuning_takes_real_steps_and_writes_what_makes_the_engine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -312,6 +330,7 @@ def test_tuning_takes_real_steps_and_writes_what_makes_the_engine(
     sys.modules.pop("tuned_models")
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_tuning_in_the_least_memory_is_within_what_the_plan_calls_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -406,13 +425,23 @@ def _tuned(options: dict[str, object], say: Callable[[str], None] = lambda line:
     return tune(build, given, {"host_memory": "1MiB", **options}, say)
 
 
-def test_the_page_shows_what_the_code_gives(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.one_in(2)  # what is out of date is so in most of them
+@pytest.mark.parametrize("number", range(4))
+def test_the_examples_of_the_page_show_what_the_code_gives(number: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import plan_page
+
+    found = [*plan_page.EXAMPLE.finditer(PAGE.read_text())]
+    assert len(found) == 4
+    assert plan_page.example(found[number]) == found[number][0], "run scripts/plan_page.py"
+
+
+def test_the_page_has_the_sizes_as_the_code_gives_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import plan_page
 
     text = PAGE.read_text()
-    assert text.count("$ offload plan ") == 4 and "| 70B |" in text
-    assert plan_page.page(text) == text, "run scripts/plan_page.py"
+    assert "| 70B |" in text and plan_page.with_sizes(text) == text, "run scripts/plan_page.py"
 
 
 def test_the_page_has_twelve_published_set_ups_and_a_reason_where_the_forecast_is_far_off(monkeypatch):

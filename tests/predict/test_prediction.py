@@ -346,6 +346,7 @@ def of_experts() -> Model:
     )  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)])
 @pytest.mark.parametrize("gpu", [True, False])
 def test_experts_planned_several_for_one_take_the_memory_and_the_time_of_single_ones(gpu, lora, monkeypatch):

@@ -404,7 +404,7 @@ def exchanged(rank: int, size: int, placement: Placement, folder: Path, exchange
     options: dict[str, Any] = {"shard": placement.shard, "precision": "fp32", "nvme_path": folder}
     with OffloadEngine(Tiny(64), exchange_dtype=exchange_dtype, **options) as engine:
         losses = []
-        for step in range(16):
+        for step in range(8):
             tokens, targets = batch(step % 4, 0, rank, size)
             loss = loss_of(engine(tokens), targets)
             engine.backward(loss)

@@ -61,6 +61,7 @@ def test_other_options_or_models_are_one_error_before_anything_is_taken_over(two
     assert first.startswith("ConfigError: ") and jobs.OPTIONS[name].said in first
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", jobs.STEPS)
 def test_another_step_is_one_error_before_it_is_taken(two: Pool, tmp_path: Path, name: str):
     first, second = two(jobs.other_step, name, tmp_path)

@@ -121,6 +121,7 @@ def test_large_layers_in_pieces(two: Pool, tmp_path: Path):
     check_against_one(ranks, program, tmp_path, TOLERANCE)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", TOLERANCE), ("bf16", OF_BF16)])
 def test_micro_batches_are_exchanged_one_by_one_or_once_a_step(
     two: Pool, tmp_path: Path, precision: str, tolerance: float

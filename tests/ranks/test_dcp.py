@@ -48,6 +48,7 @@ MIXED = Program(
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("program", "placement"), [(MIXED, ON_NVME), (Program(), STATES)], ids=["bf16", "fp32"])
 def test_what_two_ranks_save_one_and_three_go_on_from(
     two: Pool, three: Pool, tmp_path: Path, program: Program, placement: Placement

@@ -65,6 +65,6 @@ def test_starts_that_bring_no_new_step_are_counted_but_for_those_that_a_kill_exp
 
 
 def test_ranks_that_are_killed_go_on_with_the_same_bits():
-    run = forked.run_script(SCRIPTS / "ranks_kill.py", "--seed", "3", "--kills", "2", "--ranks", "2")
+    run = forked.run_script(SCRIPTS / "ranks_kill.py", "--seed", "3", "--kills", "1", "--ranks", "2")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert json.loads(run.stdout.splitlines()[-1])["kills"] >= 2
+    assert json.loads(run.stdout.splitlines()[-1])["kills"] >= 1

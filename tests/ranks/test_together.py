@@ -22,6 +22,7 @@ def same(answers: list[Any]) -> Any:
     return answers[0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("placement", [WEIGHTS, ON_NVME], ids=str)
 def test_one_rank_evaluates_and_reads_weights_alone(two: Pool, tmp_path: Path, placement: Placement, waits: bool):
@@ -89,6 +90,7 @@ def test_what_several_ranks_do_not_have_is_said(two: Pool, tmp_path: Path):
     assert mesh.startswith("ConfigError: mesh: ") and "3 (('a', 'b', 'c'))" in mesh
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has", [0, 1])
 @pytest.mark.parametrize("placement", [STATES, WEIGHTS], ids=str)
 def test_a_rank_without_any_gradient_takes_the_step(two: Pool, tmp_path: Path, placement: Placement, has: int):

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from fake_driver import Stand
@@ -259,8 +260,8 @@ def test_no_test_goes_on_when_all_of_them_are_interrupted(tmp_path: Path) -> Non
 
 
 def test_a_part_for_which_no_time_is_left_is_not_begun(tmp_path: Path) -> None:
-    command = [sys.executable, str(_ROOT / "scripts" / "gpu_check.py"), "kernels", "soak", "--limit", "0"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
+    script = _ROOT / "scripts" / "gpu_check.py"
+    done = forked.run_script(script, "kernels", "soak", "--limit", "0", "--out", tmp_path)
     assert done.returncode == 1, done.stderr
     assert "NOT:     kernels: not begun" in done.stdout and "NOT:     soak: not begun" in done.stdout
     parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"].values()
@@ -298,6 +299,9 @@ def test_what_was_built_of_the_same_sources_is_taken(tmp_path: Path, monkeypatch
         path.write_text("1")
     monkeypatch.setattr(_gpu_build, "_ROOT", tmp_path)
     monkeypatch.setattr(_gpu_build, "_build", build)
+    for name, value in forked.children().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", forked.INTERPRETER)
     for call, wanted in ((lambda: None, 1), (lambda: None, 1), (lambda: source.write_text("2"), 2),
                          (lambda: extension.write_text("of another machine"), 3), (extension.unlink, 4)):  # fmt: skip
         call()
@@ -348,9 +352,9 @@ def test_kernels_and_link_are_measured_and_compared(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_model_is_built_once_for_several_batches(tmp_path: Path) -> None:
-    command = [sys.executable, str(_ROOT / "scripts" / "gpu_batches.py"), "--sizes", "chain:2x64", "--device", "cpu"]
+    model = ["--sizes", "chain:2x64", "--device", "cpu"]
     counts = ["--warm-up", "0", "--steps", "1", "--context", "8", "--batches", "1", "3", "--timeline", str(tmp_path)]
-    done = subprocess.run([*command, *counts], capture_output=True, text=True, check=False)
+    done = forked.run_script(_ROOT / "scripts" / "gpu_batches.py", *model, *counts)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line)["runs"] for line in done.stdout.splitlines()]
     assert [[run["batch"] for run in runs] for runs in lines] == [[1], [1, 3]]

@@ -17,13 +17,13 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 @pytest.mark.parametrize(
     ("script", "options", "count", "at_least"),
     [
-        ("store_crash", ["--states", "2000"], "states", 2000),
-        ("store_faults", ["--every", "9"], "in_memory", 100),
-        ("store_random", ["--operations", "10000"], "reads_checked", 3000),
-        ("store_flips", ["--changes", "1500"], "found", 1000),
-        ("store_kill", ["--kills", "8"], "kills", 8),
+        ("store_crash", ["--states", "1000"], "states", 1000),
+        ("store_faults", ["--every", "19"], "in_memory", 40),
+        ("store_random", ["--operations", "5000"], "reads_checked", 1500),
+        ("store_flips", ["--changes", "600"], "found", 400),
+        ("store_kill", ["--kills", "4"], "kills", 4),
         ("store_ranks_crash", ["--states", "400", "--per-point", "8", "--per-meeting", "40"], "states", 400),
-        ("store_ranks_kill", ["--kills", "8"], "kills", 8),
+        ("store_ranks_kill", ["--kills", "4"], "kills", 4),
     ],
 )
 def test_a_slice_of_the_campaign(script: str, options: list[str], count: str, at_least: int):

@@ -46,6 +46,7 @@ def read(record: InPlaceRecord, nbytes: int) -> bytes:
         return ctypes.string_at(memory.address, nbytes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("block_bytes", [PAGE_BYTES, None])
 @pytest.mark.parametrize("offset", [0, 64, PAGE_BYTES, PAGE_BYTES + 192])
 @pytest.mark.parametrize("start", [0, 1, 100, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 8, 3 * PAGE_BYTES - 5])
