@@ -186,7 +186,8 @@ class Elements:
         for begin in range(0, span.numel, PART_NUMEL):
             part = self._passing(min(PART_NUMEL, span.numel - begin))
             source(span.first + begin, part)
-            formats.put_master(part, weights + begin * formats.weights, masters + begin * formats.master)
+            at = weights + begin * formats.weights, masters + begin * formats.master
+            formats.put_master(part, *at, num_threads=torch.get_num_threads())
 
     def states(self, span: Span) -> dict[str, torch.Tensor]:
         """The parameter's states in the span's tile, over its memory, by name: see ``TileLayout.states``."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.model.outside_of_graphs import outside_of_graphs
 from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import same_number
 from offload.units import ParameterSpec, UnitSpec
@@ -53,6 +54,10 @@ def _take_gradient(
         taker.take_gradient(owner, owner.spec.parameters[index], parameter)
 
 
+_take_gradient_outside = outside_of_graphs(_take_gradient, "the engine takes gradients as they come")
+"""A compiled function may call a backward, and the compiler looks at what that calls."""
+
+
 def _nothing(*args: Any) -> None:
     return None
 
@@ -78,7 +83,7 @@ class InstalledHooks:
                 spec.piece.weight, spec.piece.around, leaves = parameter, unit.around, leaves[1:]
             if not spec.trainable:
                 continue
-            hook = HookOfModel(_take_gradient, weakref.ref(taker), weakref.ref(unit), index)
+            hook = HookOfModel(_take_gradient_outside, weakref.ref(taker), weakref.ref(unit), index)
             if spec.piece is not None:
                 spec.piece.on_gradient = hook
             self.at_gradients(leaves, hook)

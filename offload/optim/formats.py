@@ -76,15 +76,15 @@ class Formats:
         dtype = torch.bfloat16 if self._in_bf16 else torch.float32
         target.copy_(tensor_at(master if self.master else weight, target.numel(), dtype))
 
-    def put_master(self, value: torch.Tensor, weight: int, master: int, step: int = 0) -> None:
+    def put_master(self, value: torch.Tensor, weight: int, master: int, step: int = 0, *, num_threads: int = 1) -> None:
         """Write fp32 ``value`` (flat) as the weights and masters at these addresses. It may be what is there. ``step``
         is the one that made it, for random rounding."""
         value = value.contiguous()
         if self._in_bf16:
-            kernels.round_randomly(value.numel(), weight, value.data_ptr(), step=step)
+            kernels.round_randomly(value.numel(), weight, value.data_ptr(), step=step, num_threads=num_threads)
             return
         if self.master == 2:
-            kernels.split_master(value.numel(), value.data_ptr(), weight, master)
+            kernels.split_master(value.numel(), value.data_ptr(), weight, master, num_threads)
             return
         tensor_at(master if self.master else weight, value.numel(), torch.float32).copy_(value)
         if self.master:

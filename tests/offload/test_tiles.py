@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Block, Tiny, batches
+from tiny import Block, Tiny, batches, least_budget
 from torch import nn
 
 from offload import ConfigError, OffloadEngine, attention_in_tiles, cross_entropy_in_tiles, in_tiles
@@ -144,6 +144,7 @@ def test_in_an_engine_weights_come_in_once_for_all_tiles(mode: dict[str, Any], t
         if rows < 64:
             for block in model.blocks:
                 in_tiles(block, rows=rows)
+        options["host_memory"] = least_budget(model, tmp_path, lr=1e-2, **options)  # all weights come in
         with OffloadEngine(model, nvme_path=tmp_path, lr=1e-2, **options) as engine:
             passes = engine._session.trained.step.passes
             begin = passes.begin_use
