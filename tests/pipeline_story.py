@@ -165,7 +165,7 @@ class Task:
 class Rule:
     """Tells which tile it updates. ``during`` is called meanwhile."""
 
-    writes_beside = True
+    is_one_kernel = True
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk

@@ -32,7 +32,6 @@ class KernelRule(LooseStates):
     repeatable = True
     replayable = True
     uniform = True
-    writes_beside = True
     is_one_kernel = True
     temporary_bytes = 0
 

@@ -78,7 +78,6 @@ class MatrixRule(LooseStates, WholeParameters):
     repeatable = True
     replayable = False
     uniform = False
-    writes_beside = False
     is_one_kernel = False
     device_unsupported_reason = "whole matrices are updated on the CPU"
 

@@ -131,10 +131,9 @@ class Rule(TileLayout, Protocol):
     """``freeze`` gives the same for all parameters of a group with the same step and scale."""
     temporary_bytes: int
     """Host memory that ``apply`` takes beside the tile, as far as it is known."""
-    writes_beside: bool
-    """``apply`` can write elsewhere than it reads: all elements from ``start`` to ``stop``, and no others."""
     is_one_kernel: bool
-    """``apply`` runs one kernel and does nothing else, so that it need not wait for its end."""
+    """``apply`` runs one kernel and does nothing else. So it need not wait for its end, and can write elsewhere than it
+    reads: all elements from ``start`` to ``stop``, and no others."""
 
     def products(self, unit: UnitSpec) -> float:
         """FLOP of products of matrices that a step of the unit takes, as far as it is known."""

@@ -60,7 +60,6 @@ class TorchRule(WholeParameters):
 
     repeatable = False
     replayable = False
-    writes_beside = False
     is_one_kernel = False
     uniform = False
     device_unsupported_reason = "the optimizer has no kernel"

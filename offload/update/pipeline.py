@@ -276,7 +276,7 @@ class Pipeline:
         """Have the CPU update a tile; wait for those before it that leave no place in its queue."""
         update, tile = job.state.task.update, job.homes.tile
         at = job.at(self._formats)
-        if not (at.is_in_place or (self._rule.writes_beside and update.covers(tile))):
+        if not (at.is_in_place or (self._rule.is_one_kernel and update.covers(tile))):
             at = self._copied(tile, at)
         job.work = self._host.begin(update, tile, at)
         if job.work is None:

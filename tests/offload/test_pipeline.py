@@ -113,19 +113,19 @@ def test_as_many_tiles_as_there_are_other_buffers_are_in_flight_while_one_is_upd
     assert meanwhile == expected[num_buffers]
 
 
-@pytest.mark.parametrize(("writes_beside", "steps_to"), [(True, 200), (True, 150), (False, 200)])
+@pytest.mark.parametrize(("is_one_kernel", "steps_to"), [(True, 200), (True, 150), (False, 200)])
 def test_an_update_beside_reads_the_old_bytes_and_copies_those_of_a_tile_that_is_not_written_in_whole(
-    writes_beside: bool, steps_to: int
+    is_one_kernel: bool, steps_to: int
 ):
     story = Story(num_buffers=0)
-    story.rule.writes_beside = writes_beside
+    story.rule.is_one_kernel = is_one_kernel
     task = story.task("a", 2, resident=True)
     task.beside = 210_000
     task.update = UnitUpdate(task.update.unit, (Segment(0, 60, "one"), Segment(60, steps_to, "other")))
     given = []
     story.rule.apply = lambda frozen, tile, start, stop, at, native: given.append((start, stop, at))
     story.pipeline.run([task])
-    copied = [index for index in (0, 1) if not writes_beside or steps_to < 100 * (index + 1)]
+    copied = [index for index in (0, 1) if not is_one_kernel or steps_to < 100 * (index + 1)]
     assert [what for event, what, *_ in story.events if event == "copy"] == [
         copy
         for index in copied
