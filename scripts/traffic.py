@@ -154,12 +154,16 @@ def _against_needs(case: Case, seen: Seen, needs: Needs, slack: int) -> Iterator
 
 
 def _against_plan(seen: Seen, slack: int) -> Iterator[str]:
-    for track, planned, least in (
-        ("read", seen.plan.step_read_bytes, 0.6),  # what lies in a slot is read no more
-        ("write", seen.plan.step_write_bytes, 0.8),
+    weights = max((item.unit.numel * seen.plan.formats.weights for item in seen.plan.units), default=0)
+    # The plan reads nothing again that lies in a slot as a step turns to backward or to the next one. Where compute is
+    # almost nothing, an update may have taken the slot by then.
+    in_slots = 2 * seen.plan.staging.num_slots * weights
+    for track, planned, more, least in (
+        ("read", seen.plan.step_read_bytes, in_slots, 0.6),
+        ("write", seen.plan.step_write_bytes, 0, 0.8),
     ):
         nbytes = seen.total(track)
-        if nbytes > SHARE * planned + slack or nbytes < least * planned - slack:
+        if nbytes > SHARE * planned + slack + more or nbytes < least * planned - slack:
             yield f"{track}: {nbytes:,.0f}, {planned:,} planned"
     transfers = sum(count for kind, count in seen.counts.items() if "activations" not in kind)
     if transfers > 1.5 * seen.plan.step_transfers + 8:
