@@ -228,13 +228,14 @@ class UnitInModel:
 
     @property
     def num_weight_hooks(self) -> int:
-        """The number of hooks on its parameters."""
-        return sum(
-            len(hooks)
-            for parameter in self.parameters
-            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
-            if hooks
-        )
+        """The number of hooks on its parameters, wherever these are."""
+        with itself():
+            return sum(
+                len(hooks)
+                for parameter in self.parameters
+                for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+                if hooks
+            )
 
     def show_parameters(self) -> None:
         """The unit's parameters stand at their sites."""
