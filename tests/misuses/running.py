@@ -193,7 +193,9 @@ def perform(case: Case, place_name: str, folder: Path) -> Outcome:
             if not outcome.error:
                 _describe(error, outcome)
                 outcome.message = "in close(): " + outcome.message
-    outcome.said = place.messages + [f"{item.category.__name__}: {item.message}" for item in caught if _is_ours(item)]
+    said = place.messages + [f"{item.category.__name__}: {item.message}" for item in caught if _is_ours(item)]
+    outcome.said = [message.replace(str(folder), "FOLDER") for message in said]
+    outcome.message = outcome.message.replace(str(folder), "FOLDER")
     return outcome
 
 
