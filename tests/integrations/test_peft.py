@@ -91,10 +91,10 @@ def test_dora_over_files_needs_the_memory_and_reads_the_bytes_of_lora(tmp_path: 
             read[adapter] = engine.report().nvme_read_bytes
             plan = engine.plan
     magnitudes = 14 * sum(item.unit.trainable_numel for item in plan.units)  # all that is read of what is trained
-    # An update may take a slot before a step has turned: what lay there is read again.
-    again = plan.staging.num_slots * max(item.unit.read_bytes(plan.formats.weights) for item in plan.units)
+    # An update may take a slot before a step has turned: the unit that lay there is read again.
+    again = max(item.unit.read_bytes(plan.formats.weights) for item in plan.units)
     assert needed["DoRA"] <= needed["LoRA"] + magnitudes
-    assert read["DoRA"] <= read["LoRA"] + magnitudes + again < 1.5 * read["LoRA"]
+    assert read["DoRA"] <= read["LoRA"] + magnitudes + again
 
 
 def test_adapters_that_begin_with_values_of_the_weights_are_refused_where_it_is_not_known_how(tmp_path: Path) -> None:
