@@ -223,7 +223,7 @@ class OffloadEngine:
         parameters are ordinary ones, and what was written to them is stored at the end, once for all of it.
 
         For what looks at a block's weights many times, or changes them: calibration, quantisation, pruning. A step,
-        ``zero_grad()`` and ``close()`` end it early. Layers in pieces and fused experts come as they are used, as
+        ``zero_grad()``, a load and ``close()`` end it early. Layers in pieces and fused experts come as they are used, as
         always. Raises ``ConfigError`` for a module whose units memory has no room for at a time, before any is brought
         in, and for one that is no part of the model.
         """
@@ -346,7 +346,7 @@ class OffloadEngine:
         Raises ``StorageFull`` if there is no room: the checkpoints that there were are whole, and training can go on.
         """
         self._session.failure.check()
-        self._session.checkpoints.save(dir, tag, client_state)
+        self._session.save_checkpoint(dir, tag, client_state)
 
     def load_checkpoint(self, dir: str | os.PathLike[str] | None = None, tag: str | None = None) -> Any:
         """Go on from a checkpoint: the latest in ``dir``, or the one with this ``tag``. Returns its ``client_state``.
@@ -371,7 +371,7 @@ class OffloadEngine:
         anything is written if there is no room. Training can go on in any case.
         """
         self._session.failure.check()
-        self._session.checkpoints.save_dcp(dir)
+        self._session.save_dcp(dir)
 
     def load_dcp(self, dir: str | os.PathLike[str], states: bool = True) -> None:
         """Go on from the ``torch.distributed.checkpoint`` in ``dir``, which any number of ranks of an engine, of DDP,

@@ -38,6 +38,8 @@ class Steps(Protocol):
 
     def take_step(self, loss_scale: float | None = None) -> None: ...
 
+    def skip_step(self) -> None: ...
+
     def zero_grad(self, parameters: Collection[nn.Parameter]) -> None: ...
 
 
@@ -232,6 +234,8 @@ def _step(optimizer: OffloadOptimizer, closure: Callable[[], float] | None = Non
     elif not found_inf:
         scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
         optimizer._engine.take_step(1.0 if scale is None else float(scale))
+    else:
+        optimizer._engine.skip_step()
     return loss
 
 

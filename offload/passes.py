@@ -43,8 +43,7 @@ class Passes:
     def begin_use(self, unit: UnitSpec) -> bool:
         if self.failure.first is not None:
             self.failure.check()
-        if self.checkpoints.is_due:
-            self.checkpoints.pass_boundary()
+        self._pass_boundary()
         try:
             if self.aliases.of_unit:
                 self.aliases.take(unit.index)
@@ -67,8 +66,7 @@ class Passes:
 
     def begin_passing(self) -> None:
         self.failure.check()
-        if self.checkpoints.is_due:
-            self.checkpoints.pass_boundary()
+        self._pass_boundary()
         self.uses.begin_passing()
 
     def passed(self, unit: UnitSpec) -> None:
@@ -89,6 +87,11 @@ class Passes:
 
     def moved_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor, memory: Alias) -> None:
         self.backings[spec].point_to(memory, value)
+
+    def _pass_boundary(self) -> None:
+        if self.checkpoints.is_due:
+            self.aliases.take_all()  # what was written to them after the step belongs to it
+            self.checkpoints.pass_boundary()
 
     def _begin(self, unit: UnitSpec) -> bool:
         return self.uses.begin(unit, training=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -109,6 +110,22 @@ class Session:
         """See ``OffloadEngine.together``."""
         return self.parts.together.run(micro_batches, function, num_at_once)
 
+    def save_checkpoint(self, path: str | os.PathLike[str], tag: str | None, client_state: object) -> None:
+        """See ``OffloadEngine.save_checkpoint``."""
+        self._store_writes()
+        self.checkpoints.save(path, tag, client_state)
+
+    def save_dcp(self, path: str | os.PathLike[str]) -> None:
+        """See ``OffloadEngine.save_dcp``."""
+        self._store_writes()
+        self.checkpoints.save_dcp(path)
+
+    def _store_writes(self) -> None:
+        """Bring to where weights are stored what a program has written elsewhere: to resident blocks, and to tensors
+        over memory that parameters had."""
+        self.parts.resident.store()
+        self.parts.aliases.take_all()
+
     def wait_for_updates(self) -> None:
         """Wait until the last step's update is done everywhere."""
         with self.failure:
@@ -153,19 +170,27 @@ class Session:
                 "the model has DTensors, of which each rank has a part: save engine.state_dict() by "
                 "torch.distributed.checkpoint, or the values of full_tensor()"
             )
+        self._store_writes()
         self.wait_for_updates()
         return self.parts.model_weights(run.shards, self.parts.access, self.parts.specs)
 
     def load_checkpoint(self, path: str | os.PathLike[str] | None, tag: str | None) -> Any:
         """See ``OffloadEngine.load_checkpoint``."""
+        self._end_uses()
         client_state = self.checkpoints.load(path, tag)
         self.parts.reporter.last = None
         return client_state
 
     def load_dcp(self, path: str | os.PathLike[str], *, states: bool) -> None:
         """See ``OffloadEngine.load_dcp``."""
+        self._end_uses()
         self.checkpoints.load_dcp(path, states=states)
         self.parts.reporter.last = None
+
+    def _end_uses(self) -> None:
+        """End what an exception has left in use, and what is resident."""
+        self.parts.hooks.reset()
+        self.parts.tiers.computing.uses.reset()
 
     def unwrap(self) -> None:
         """Give the model ordinary parameters with the present values and gradients, and end it. Raises ``BudgetError``
@@ -181,19 +206,25 @@ class Session:
                 "free: the model stays the engine's.",
                 needed,
             )
+        self._end_uses()
+        self._store_writes()
         self._end(OrdinaryParameters(model), None)
 
     def close(self, error: BaseException | None = None, *, discard: bool = False) -> None:
         """End it, because of this ``error`` if of one: transfers in flight are waited for, memory and disk are given
         back. The model gets its weights again if memory has room for them, unless ``discard`` says that nobody wants
         them. Safe to call twice."""
-        values = None
+        values, is_wanted = None, not discard
         if error is not None:
             self.parts.ranks.leave(error)  # the others learn of it before they would wait for this rank
             durable = bool(self.parts.run.config.durable)
             is_hasty = durable and isinstance(error, SystemExit)  # a signal: there is little time
             discard = discard or is_hasty or not self.parts.ranks.can_meet()
         try:
+            if is_wanted and self.parts.ranks.can_meet() and not self.failure.is_known:
+                with contextlib.suppress(*(() if error is None else (OffloadError,))):  # the error says more
+                    self.parts.hooks.reset()  # what it has left in use
+                    self._store_writes()
             if not discard and not self.failure.is_known:
                 values = self._values_if_there_is_room(error)
         finally:
@@ -219,8 +250,6 @@ class Session:
         model = self.parts.model()
         if model is None:
             return None
-        if error is not None:
-            self.parts.hooks.reset()  # what it has left in use
         needed, free = self._room_for_all()
         if self.parts.ranks.all("the end (close())", needed <= free):
             self.parts.access.zeroing = Zeroing.DONE  # nobody reads the gradients that go along

@@ -128,6 +128,10 @@ class Step:
         self.passes.aliases.refresh()
         self.watch.step(self.reporter.last, self.param_groups())
 
+    def skip_step(self) -> None:
+        """The program's own loss scaler has found gradients that are not finite."""
+        self.checkpoints.step_skipped()
+
     def zero_grad(self, parameters: Collection[nn.Parameter]) -> None:
         """Forget the gradients of these parameters. Those of others, if there are some, stay."""
         wanted = {spec for parameter in parameters for spec in self.specs.get(parameter, ())}
@@ -242,6 +246,7 @@ class Step:
             self.drop_gradients()
             if progress.loss_scale is None:
                 raise error
+            self.checkpoints.step_skipped()
             return
         factor = verdict.factor()
         if self.config.gradient_clipping:

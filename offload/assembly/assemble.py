@@ -160,6 +160,7 @@ class _Assembler:
             access=access,
             specs=shared.specs,
             hooks=hooks,
+            aliases=handles.aliases,
             together=self._together(hooks, trained),
             resident=Resident(hooks, tiers.computing.level.has_room),
             checkpoints=checkpoints,
@@ -318,14 +319,8 @@ class _Assembler:
         self, shared: _Shared, updates: Updates, checkpoints: Checkpoints, policy: SpeculationPolicy
     ) -> TrainingPasses:
         tiers, access = shared.tiers, shared.access
-        of_all = (
-            tiers.computing.uses,
-            shared.backings,
-            shared.handles.aliases,
-            checkpoints,
-            self.failure,
-            self.closers,
-        )
+        aliases = shared.handles.aliases
+        of_all = (tiers.computing.uses, shared.backings, aliases, checkpoints, self.failure, self.closers)
         # Where ranks have shards, the gradients that compute makes are no update's, and the exchange waits.
         fence = tiers.host.fence if self.ranks.size == 1 else UpdateFence.open()
         of_step = (updates.speculative, policy, self.progress, access, shared.reporter)

@@ -17,6 +17,7 @@ from offload.checkpoint.checkpoints import Checkpoints
 from offload.checkpoint.safetensors.model_weights import ModelWeights
 from offload.closing import Closers
 from offload.growth import FixedPlan
+from offload.model.aliases import Aliases
 from offload.model.hooks import Hooks
 from offload.model.resident import Resident
 from offload.model.run_together import Together
@@ -63,6 +64,7 @@ class Assembly:
     specs: Mapping[nn.Parameter, Sequence[ParameterSpec]]
     """Of each parameter of the model: its spec, or those of its pieces in order."""
     hooks: Hooks
+    aliases: Aliases
     together: Together
     resident: Resident
     checkpoints: Checkpoints

@@ -121,6 +121,12 @@ class Checkpoints:
             self._feed = self._present_feed()
             self.is_due = self._run.progress.global_step % self._config.durable == 0
 
+    def step_skipped(self) -> None:
+        """The gradients of these batches were not finite, and are used up all the same: what comes goes on behind
+        them, with another loss scale."""
+        if self._config.durable:
+            self._feed = self._present_feed()
+
     def pass_boundary(self) -> None:
         """The first call into the engine after a step: commit it, if that is due."""
         if self._config.durable:
@@ -176,7 +182,7 @@ class Checkpoints:
         self.generations.wait()
         feed = self._present_feed()
         directory.make()
-        self._access.before.settle()
+        self._sink.settle()
 
         def describe(units: SavedUnits) -> Description:
             return self._describe(feed, client_state, units)
@@ -295,7 +301,6 @@ class Checkpoints:
 
     def _begin_loading(self) -> None:
         self.generations.wait_for_background()
-        self.is_due, self._feed = False, None
         self.generations.wait()
 
     def _load(self, source: Source, where: str) -> Any:
@@ -352,6 +357,7 @@ class Checkpoints:
         self, run: dict[str, Any], take_records: Callable[[], None], take_gradients: TakeGradients, where: str
     ) -> None:
         """Records first: while they come the engine is neither the old one nor the new one."""
+        self.is_due, self._feed = False, None
         try:
             take_records()
             self._run.set(run, take_gradients)

@@ -149,8 +149,7 @@ class Hooks:
 
     def end_turns(self, context: HookContext) -> None:
         """All are over: ``context``, in which the caller's own calls are, goes on."""
-        self._turns = None
-        self._kept = []
+        self._turns, self._kept = None, []
         self.switch(context)
 
     def switch(self, context: HookContext) -> None:
@@ -280,11 +279,7 @@ class Hooks:
         unit.num_users -= 1
         try:
             if unit.num_users == 0 or self._turns is not None:  # others would use what one has changed
-                writes = unit.own_writes.end()
-                if writes and self._turns is not None:
-                    self._turns.changed(unit)
-                if writes:
-                    pass_on(unit, writes, self._listener, self._serial)
+                self.store_writes(unit)
         finally:
             if unit.num_users > 0:
                 if self._turns is not None:
@@ -293,6 +288,14 @@ class Hooks:
                 self._kept.append(unit)
             else:
                 self._release(unit)
+
+    def store_writes(self, unit: UnitInModel) -> None:
+        """Store what was written to a unit that is in use since ``own_writes`` has begun."""
+        writes = unit.own_writes.end()
+        if writes and self._turns is not None:
+            self._turns.changed(unit)
+        if writes:
+            pass_on(unit, writes, self._listener, self._serial)
 
     def _release(self, unit: UnitInModel) -> None:
         unit.strays.end_use(is_recomputed=not unit.is_over and graph_task() != -1)
@@ -408,8 +411,7 @@ class Hooks:
     def _leave_backward(self, entry: tuple[UnitInModel, int, int]) -> None:
         unit = entry[0]
         self.context.open.remove(entry)
-        unit.in_backward = False
-        unit.is_over = True
+        unit.in_backward, unit.is_over = False, True
         if unit.forward_depth == 0:
             self._end_use(unit)
         else:

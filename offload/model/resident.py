@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from offload.errors import ConfigError
 from offload.model.hooks import Hooks
+from offload.model.unit_in_model import UnitInModel
 from offload.units import UnitSpec
 from swapper import readable_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Resident:
     """Holds units of one engine. ``has_room`` tells whether they may be in use at a time."""
 
     hooks: Hooks
     has_room: Callable[[Sequence[UnitSpec]], bool]
+    held: list[UnitInModel] = field(default_factory=list)
+    """Units that are to be resident now. What ends all uses may have ended that early."""
 
     @contextlib.contextmanager
     def of(self, module: nn.Module) -> Iterator[None]:
@@ -42,4 +45,13 @@ class Resident:
             for unit in units:
                 self.hooks.hold(unit)
                 held.callback(self.hooks.let_go, unit)
+                self.held.append(unit)
+                held.callback(self.held.remove, unit)
             yield
+
+    def store(self) -> None:
+        """Store what was written to them so far. They stay resident."""
+        for unit in dict.fromkeys(self.held):
+            if unit.num_holds:
+                self.hooks.store_writes(unit)
+                unit.own_writes.begin(is_copy=unit.is_copy)

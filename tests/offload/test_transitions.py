@@ -1,0 +1,173 @@
+"""What a program has under way when it saves, loads or ends: a checkpoint has all of it, and what fails loses none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import bits
+from safetensors.torch import load_file
+from torch import nn
+
+from offload import OffloadEngine
+from swapper import StoreMissing
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+
+
+def backward(engine: OffloadEngine, index: int = 0) -> None:
+    inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(index))
+    engine(inputs).square().mean().backward()
+
+
+def from_checkpoint(engine: OffloadEngine, path: Path) -> dict[str, Any]:
+    engine.save_checkpoint(path)
+    with OffloadEngine(layers(1), lr=1e-2) as other:
+        other.load_checkpoint(path)
+        return {name: value.clone() for name, value in other.module.state_dict().items()}
+
+
+def from_files(engine: OffloadEngine, path: Path) -> dict[str, Any]:
+    engine.save_model(path)
+    return load_file(path / "model.safetensors")
+
+
+def from_dcp(engine: OffloadEngine, path: Path) -> dict[str, Any]:
+    engine.save_dcp(path)
+    with OffloadEngine(layers(1), lr=1e-2) as other:
+        other.load_dcp(path)
+        return {name: value.clone() for name, value in other.module.state_dict().items()}
+
+
+def from_the_model(engine: OffloadEngine, path: Path) -> dict[str, Any]:
+    engine.close()
+    return engine.module.state_dict()
+
+
+SAVING = (from_checkpoint, from_files, from_dcp, from_the_model)
+
+
+@pytest.mark.parametrize("save", SAVING)
+def test_what_was_written_to_a_resident_block_is_saved(tmp_path: Path, save):
+    """It stays resident, unless the engine ends."""
+    with OffloadEngine(layers(), lr=1e-2) as engine, engine.resident(engine.module[1]):
+        weight = engine.module[1].weight
+        weight.data = torch.full((64, 64), 0.5)
+        assert save(engine, tmp_path / "saved")["1.weight"].eq(0.5).all()
+        weight.data.add_(0.5)
+    assert engine.module[1].weight.eq(1).all()
+
+
+@pytest.mark.parametrize("save", SAVING)
+def test_what_was_written_to_memory_that_a_weight_had_is_saved(tmp_path: Path, save):
+    model = layers()
+    alias = model[1].weight.data
+    with OffloadEngine(model, lr=1e-2) as engine:
+        alias.fill_(0.5)
+        assert save(engine, tmp_path / "saved")["1.weight"].eq(0.5).all()
+
+
+def test_a_commit_has_what_was_written_after_its_step_to_memory_that_a_weight_had(tmp_path: Path):
+    model = layers()
+    alias = model[1].weight.data
+    with OffloadEngine(model, nvme_path=tmp_path, durable=1, lr=1e-2) as engine:
+        backward(engine)
+        engine.optimizer.step()
+        alias.fill_(0.5)
+        backward(engine)  # commits
+        alias.fill_(0.25)  # belongs to no step that is committed
+        engine.close(discard=True)
+    with OffloadEngine(layers(), nvme_path=tmp_path, durable=1, lr=1e-2) as engine:
+        engine.load_checkpoint()
+        assert engine.module[1].weight.eq(0.5).all()
+
+
+def test_gradients_that_a_program_has_assigned_are_saved(tmp_path: Path):
+    def run(*, resumes: bool) -> torch.Tensor:
+        engine = OffloadEngine(layers(), lr=1e-2)
+        backward(engine)
+        for parameter in engine.module.parameters():
+            parameter.grad = parameter.grad * 2
+        engine.module[1].bias.grad = None
+        if resumes:
+            engine.save_checkpoint(tmp_path / "saved")
+            engine.close(discard=True)
+            engine = OffloadEngine(layers(1), lr=1e-2)
+            engine.load_checkpoint(tmp_path / "saved")
+        backward(engine, 1)
+        engine.optimizer.step()
+        engine.close()
+        return bits(engine.module)
+
+    assert run(resumes=False).equal(run(resumes=True))
+
+
+def test_a_load_that_finds_nothing_leaves_the_last_step_to_be_committed(tmp_path: Path):
+    with OffloadEngine(layers(), nvme_path=tmp_path, durable=1, lr=1e-2) as engine:
+        backward(engine)
+        engine.optimizer.step()
+        with pytest.raises(StoreMissing):
+            engine.load_checkpoint(tmp_path / "nothing")
+        assert engine._session.checkpoints.is_due  # at the next forward, and not at the end alone
+
+
+class Batches:
+    """A data loader with a state; one of its batches is too large for fp16."""
+
+    def __init__(self) -> None:
+        self.index = 0
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.index += 1
+        batch = torch.randn(4, 64, generator=torch.Generator().manual_seed(self.index))
+        return batch * 1e6 if self.index == 3 else batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"index": self.index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.index = state["index"]
+
+
+@pytest.mark.parametrize("scales", ["the engine", "the program"])
+def test_a_durable_run_goes_on_behind_a_step_that_was_skipped(tmp_path: Path, scales: str):
+    """With the loss scale that it has after it, and with the batch that follows."""
+    is_ours = scales == "the engine"
+    precision = "fp16" if is_ours else "fp32"
+
+    def run(path: Path, until: int) -> tuple[torch.Tensor, float]:
+        options = {"nvme_path": path, "durable": 10, "precision": precision, "lr": 1e-2}
+        with OffloadEngine(layers(), **options) as engine:
+            scaler, batches = torch.amp.GradScaler("cpu", enabled=not is_ours, init_scale=4.0), Batches()
+            engine.register_for_checkpointing(batches, scaler)
+            engine.load_checkpoint()
+            while batches.index < until:
+                batch = next(batches)
+                loss = engine(batch).float().square().mean()
+                if is_ours:
+                    engine.backward(loss)
+                    engine.step()
+                else:
+                    loss = loss * math.inf if batches.index == 3 else loss
+                    engine.optimizer.zero_grad()
+                    scaler.scale(loss).backward()
+                    scaler.step(engine.optimizer)
+                    scaler.update()
+            scale = engine._session.progress.loss_scale.value if is_ours else scaler.get_scale()
+            return bits(engine.module), scale
+
+    for name in ("in one", "in two"):
+        (tmp_path / name).mkdir()
+    final, scale = run(tmp_path / "in one", 6)
+    run(tmp_path / "in two", 3)
+    resumed, resumed_scale = run(tmp_path / "in two", 6)
+    assert resumed.equal(final) and resumed_scale == scale
