@@ -223,8 +223,8 @@ class OffloadEngine:
         parameters are ordinary ones, and what was written to them is stored at the end, once for all of it.
 
         For what looks at a block's weights many times, or changes them: calibration, quantisation, pruning. A step,
-        ``zero_grad()``, a load and ``close()`` end it early. Layers in pieces and fused experts come as they are used, as
-        always. Raises ``ConfigError`` for a module whose units memory has no room for at a time, before any is brought
+        ``zero_grad()``, a load and ``close()`` end it early. Layers in pieces and fused experts come as they are used,
+        as always. Raises ``ConfigError`` for a module whose units memory has no room for at a time, before any is brought
         in, and for one that is no part of the model.
         """
         self._session.failure.check()
