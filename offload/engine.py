@@ -224,8 +224,8 @@ class OffloadEngine:
 
         For what looks at a block's weights many times, or changes them: calibration, quantisation, pruning. A step,
         ``zero_grad()``, a load and ``close()`` end it early. Layers in pieces and fused experts come as they are used,
-        as always. Raises ``ConfigError`` for a module whose units memory has no room for at a time, before any is brought
-        in, and for one that is no part of the model.
+        as always. Raises ``ConfigError`` for a module whose units memory has no room for at a time, before any is
+        brought in, and for one that is no part of the model.
         """
         self._session.failure.check()
         with self._session.parts.resident.of(module):
