@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -140,7 +141,7 @@ class OptimizerStates:
                         parts[span.spec].setdefault(name, []).append(view.clone())
             return {
                 spec: {
-                    **self.rule.loose_states(spec, steps[spec]),
+                    **copy.deepcopy(self.rule.loose_states(spec, steps[spec])),
                     **{name: self._whole(spec, name, of_spec.get(name, [])) for name in self.rule.names(spec)},
                 }
                 for spec, of_spec in parts.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,27 @@ def test_a_load_that_finds_nothing_leaves_the_last_step_to_be_committed(tmp_path
         with pytest.raises(StoreMissing):
             engine.load_checkpoint(tmp_path / "nothing")
         assert engine._session.checkpoints.is_due  # at the next forward, and not at the end alone
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adafactor])
+def test_a_state_dict_stays_what_it_was_as_training_goes_on(kind):
+    """All of it: with the steps of later ones, moments of before would be another optimizer's."""
+    with OffloadEngine(layers(), optimizer=kind, lr=1e-2) as engine:
+        for step in range(4):
+            backward(engine, step)
+            engine.optimizer.step()
+            if step == 1:
+                weights, states = engine.state_dict(), engine.optimizer.state_dict()
+                weights = {name: value.clone() for name, value in weights.items()}
+                expected = copy.deepcopy(states)
+        final = bits(engine.module)
+        assert all(same.equal(expected["state"][0][name]) for name, same in states["state"][0].items())
+        engine.load_state_dict(weights)
+        engine.optimizer.load_state_dict(states)
+        for step in range(2, 4):
+            backward(engine, step)
+            engine.optimizer.step()
+        assert bits(engine.module).equal(final)
 
 
 class Batches:
