@@ -16,6 +16,7 @@ from offload.checkpoint.safetensors.model_weights import ModelWeights
 from offload.errors import BudgetError, ConfigError, warn
 from offload.memory import resident_bytes
 from offload.model.identity import OrdinaryParameters
+from offload.model.under_way import touch
 from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Drives, Plan
 from offload.report.report import ExpertUse, Report
@@ -112,6 +113,7 @@ class Session:
 
     def save_checkpoint(self, path: str | os.PathLike[str], tag: str | None, client_state: object) -> None:
         """See ``OffloadEngine.save_checkpoint``."""
+        touch("saves a checkpoint")  # with the gradients of so many micro-batches
         self._store_writes()
         self.checkpoints.save(path, tag, client_state)
 

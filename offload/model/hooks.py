@@ -93,7 +93,7 @@ class Hooks:
 
     def reset(self) -> None:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
-        self.refuse_others("a step, or the engine's end,")
+        self.refuse_others("a step, a load, or the engine's end,")
         left_open = list(self._in_use)
         self.end_calls()
         for unit in list(self._in_use):  # an interrupt may have come between a use and what is known of it

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 import warnings
@@ -786,7 +787,12 @@ def clips(engine: OffloadEngine) -> None:
     engine.clip_grad_norm_(1.0)
 
 
-@pytest.mark.parametrize("act", [looks_at_a_gradient, writes_to_a_weight, freezes_a_block, clips])
+def saves_a_checkpoint(engine: OffloadEngine) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        engine.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("act", [looks_at_a_gradient, writes_to_a_weight, freezes_a_block, clips, saves_a_checkpoint])
 def test_what_all_micro_batches_have_in_common_is_touched_in_the_order_of_the_loop_or_not_at_all(engine, act):
     """The first call does not show it."""
 
