@@ -124,7 +124,8 @@ class Step:
             self._prepare(loss_scale)
             with held_back():
                 self._judge(loss_scale)
-            self.hooks.refresh()
+            with self.checkpoints.before_boundary():
+                self.hooks.refresh()
         self.passes.aliases.refresh()
         self.watch.step(self.reporter.last, self.param_groups())
 

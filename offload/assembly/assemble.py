@@ -162,7 +162,7 @@ class _Assembler:
             hooks=hooks,
             aliases=handles.aliases,
             together=self._together(hooks, trained),
-            resident=Resident(hooks, tiers.computing.level.has_room),
+            resident=Resident(hooks, checkpoints.before_boundary, tiers.computing.level.has_room),
             checkpoints=checkpoints,
             model_weights=ModelWeights if self.ranks.size == 1 else GatheredModelWeights,
             bandwidths=bandwidths,

@@ -122,10 +122,8 @@ class Checkpoints:
             self.is_due = self._run.progress.global_step % self._config.durable == 0
 
     def step_skipped(self) -> None:
-        """The gradients of these batches were not finite, and are used up all the same: what comes goes on behind
-        them, with another loss scale."""
-        if self._config.durable:
-            self._feed = self._present_feed()
+        """Gradients were not finite: what comes goes on behind their batches, with another loss scale."""
+        self._feed = self._present_feed() if self._config.durable else None
 
     def pass_boundary(self) -> None:
         """The first call into the engine after a step: commit it, if that is due."""
@@ -139,6 +137,15 @@ class Checkpoints:
         elif self.is_due:
             self.generations.commit(self._describe_step)
         self._claim()
+
+    @contextlib.contextmanager
+    def before_boundary(self) -> Iterator[None]:
+        """Uses within are no calls of the model: what a program writes in them still belongs to the last step."""
+        is_due, self.is_due = self.is_due, False
+        try:
+            yield
+        finally:
+            self.is_due = is_due
 
     def _claim(self) -> None:
         self._unclaimed, self.is_due = None, False
@@ -296,7 +303,7 @@ class Checkpoints:
         loading = DistributedLoading(target, self._run, self._units, self._access, rule)
         with contextlib.closing(loading):
             on_every_rank(self._ranks, f"load_dcp({target})", loading.open)
-            self._replace(loading.state, loading.copy, _no_gradients, f"checkpoint {target}")
+            self._replace(loading.state, loading.copy, lambda known: None, f"checkpoint {target}")
         _log.info("torch.distributed.checkpoint loaded: %s, step %d", target, self._run.progress.global_step)
 
     def _begin_loading(self) -> None:
@@ -442,7 +449,3 @@ class Checkpoints:
 
 def _is_iterated(item: Any) -> bool:
     return isinstance(item, (Iterator, Iterable))
-
-
-def _no_gradients(known: dict[str, list[float]]) -> None:
-    return None

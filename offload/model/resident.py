@@ -17,9 +17,11 @@ from swapper import readable_bytes
 
 @dataclass(eq=False)
 class Resident:
-    """Holds units of one engine. ``has_room`` tells whether they may be in use at a time."""
+    """Holds units of one engine. ``has_room`` tells whether they may be in use at a time. Uses within
+    ``before_boundary`` commit no step."""
 
     hooks: Hooks
+    before_boundary: Callable[[], contextlib.AbstractContextManager[None]]
     has_room: Callable[[Sequence[UnitSpec]], bool]
     held: list[UnitInModel] = field(default_factory=list)
     """Units that are to be resident now. What ends all uses may have ended that early."""
@@ -43,7 +45,8 @@ class Resident:
         self.hooks.refuse_others("engine.resident()")
         with contextlib.ExitStack() as held:
             for unit in units:
-                self.hooks.hold(unit)
+                with self.before_boundary():
+                    self.hooks.hold(unit)
                 held.callback(self.hooks.let_go, unit)
                 self.held.append(unit)
                 held.callback(self.held.remove, unit)

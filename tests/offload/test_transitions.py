@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from pathlib import Path
@@ -74,13 +75,15 @@ def test_what_was_written_to_memory_that_a_weight_had_is_saved(tmp_path: Path, s
         assert save(engine, tmp_path / "saved")["1.weight"].eq(0.5).all()
 
 
-def test_a_commit_has_what_was_written_after_its_step_to_memory_that_a_weight_had(tmp_path: Path):
+@pytest.mark.parametrize("how", ["memory that it had", "a resident block"])
+def test_a_commit_has_what_was_written_to_a_weight_after_its_step(tmp_path: Path, how: str):
     model = layers()
     alias = model[1].weight.data
     with OffloadEngine(model, nvme_path=tmp_path, durable=1, lr=1e-2) as engine:
         backward(engine)
         engine.optimizer.step()
-        alias.fill_(0.5)
+        with engine.resident(model[1]) if how == "a resident block" else contextlib.nullcontext():
+            (alias if how == "memory that it had" else model[1].weight.data).fill_(0.5)
         backward(engine)  # commits
         alias.fill_(0.25)  # belongs to no step that is committed
         engine.close(discard=True)
