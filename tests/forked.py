@@ -26,7 +26,10 @@ import types
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 TIMEOUT_S = 300.0
 """A program that takes longer is killed."""
@@ -121,6 +124,13 @@ def children() -> dict[str, str]:
     """The environment of a program whose ``sys.executable`` forks, too: the interpreters that it starts, and those that
     these start, begin in milliseconds. A signal that ends one of them ends what was forked for it."""
     return {"FORKED_SERVER": _server(), "FORKED_PYTHON": sys.executable}
+
+
+def fork_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreters that this process itself begins by ``sys.executable`` be forked, for one test."""
+    for name, value in children().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", INTERPRETER)
 
 
 def import_ahead(*modules: str) -> None:
