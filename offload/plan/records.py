@@ -49,6 +49,8 @@ class Records:
         """Slots with which compute, the update and the next units have one each."""
         self._tiles = [tiles_of(unit, tile_bytes) if tiles_of is not None else () for unit in units]
         flat = [tile for tiles in self._tiles for tile in tiles]
+        self.has_large_tiles = any(tile.nbytes > tile.count * tile_bytes for tile in flat)
+        """There are tiles of more bytes than were asked for."""
         count, lengths = len(units), _integers(map(len, self._tiles))
         self.weights, self.grads, self.states = slice(count), slice(count, 2 * count), slice(2 * count, None)
         self.numel = _integers(unit.numel for unit in units)
@@ -59,7 +61,10 @@ class Records:
         self._first_states = 2 * count + np.cumsum(lengths) - lengths
         self._unit_of_tile = np.repeat(np.arange(count), lengths)
         self._tile_counts = _integers(tile.count for tile in flat)
-        tile_grads = _integers(tile.numel for tile in flat) * formats.grads
+        tile_numels = _integers(tile.numel for tile in flat)
+        self.cut = np.stack([self._unit_of_tile, tile_numels, states, self._tile_counts]).tobytes()
+        """Equal where units are cut into the same tiles."""
+        tile_grads = tile_numels * formats.grads
         self._one_grads = tile_grads // self._tile_counts
         self._one_states = states // self._tile_counts
         self._one_of_both = (states + tile_grads) // self._tile_counts
