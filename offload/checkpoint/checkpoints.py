@@ -324,10 +324,9 @@ class Checkpoints:
 
     def _rewind(self) -> Any:
         """Go back to the last generation of the engine's own store."""
-        store = None if self._opened is None else self._opened.store
-        if store is None:
+        if self._opened is None:
             return None
-        where = "the run under nvme_path"
+        store, where = self._opened.store, "the run under nvme_path"
         description = own_description(store, where)
         self._compare(description, where)
         with contextlib.closing(Loading(store, description, self._units, self._access)) as loading:
