@@ -43,7 +43,8 @@ class Passes:
     def begin_use(self, unit: UnitSpec) -> bool:
         if self.failure.first is not None:
             self.failure.check()
-        self._pass_boundary()
+        if self.checkpoints.is_due:
+            self._pass_boundary()
         try:
             if self.aliases.of_unit:
                 self.aliases.take(unit.index)
@@ -66,7 +67,8 @@ class Passes:
 
     def begin_passing(self) -> None:
         self.failure.check()
-        self._pass_boundary()
+        if self.checkpoints.is_due:
+            self._pass_boundary()
         self.uses.begin_passing()
 
     def passed(self, unit: UnitSpec) -> None:
@@ -89,9 +91,8 @@ class Passes:
         self.backings[spec].point_to(memory, value)
 
     def _pass_boundary(self) -> None:
-        if self.checkpoints.is_due:
-            self.aliases.take_all()  # what was written to them after the step belongs to it
-            self.checkpoints.pass_boundary()
+        self.aliases.take_all()  # what was written to them after the step belongs to it
+        self.checkpoints.pass_boundary()
 
     def _begin(self, unit: UnitSpec) -> bool:
         return self.uses.begin(unit, training=False)

@@ -23,6 +23,7 @@ from offload.model.hook_context import HookContext
 from offload.model.installed_hooks import HookOfModel, InstalledHooks
 from offload.model.listeners import Interleaving, Listener, pass_on
 from offload.model.outputs import first_node, own_copy, tensors_in
+from offload.model.own_writes import Writes
 from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
 from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays, drop_autograd_gradients
@@ -279,7 +280,8 @@ class Hooks:
         unit.num_users -= 1
         try:
             if unit.num_users == 0 or self._turns is not None:  # others would use what one has changed
-                self.store_writes(unit)
+                if writes := unit.own_writes.end():
+                    self.store(unit, writes)
         finally:
             if unit.num_users > 0:
                 if self._turns is not None:
@@ -289,13 +291,11 @@ class Hooks:
             else:
                 self._release(unit)
 
-    def store_writes(self, unit: UnitInModel) -> None:
-        """Store what was written to a unit that is in use since ``own_writes`` has begun."""
-        writes = unit.own_writes.end()
-        if writes and self._turns is not None:
+    def store(self, unit: UnitInModel, writes: Writes) -> None:
+        """Store what ``own_writes`` has found."""
+        if self._turns is not None:
             self._turns.changed(unit)
-        if writes:
-            pass_on(unit, writes, self._listener, self._serial)
+        pass_on(unit, writes, self._listener, self._serial)
 
     def _release(self, unit: UnitInModel) -> None:
         unit.strays.end_use(is_recomputed=not unit.is_over and graph_task() != -1)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from offload.model.aliases import Alias
+from offload.model.own_writes import Writes
 from offload.model.unit_in_model import UnitInModel
 from offload.units import ParameterSpec, UnitSpec
 
@@ -81,7 +82,7 @@ class Interleaving(Protocol):
 
 def pass_on(
     unit: UnitInModel,
-    writes: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]],
+    writes: Writes,
     listener: Listener,
     serial: int,
 ) -> None:

@@ -27,6 +27,10 @@ _version: Callable[[torch.Tensor], int] = attrgetter("_version")
 _address: Callable[[torch.Tensor], int] = methodcaller("data_ptr")
 
 
+Writes = Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]
+"""See ``OwnWrites.end``."""
+
+
 class OwnWrites:
     """Looks at the parameters in one unit's window, before and after each of its uses."""
 
@@ -60,7 +64,7 @@ class OwnWrites:
         if self._compares or (self.always_looks and are_here):
             self._hashes = self.hashes()
 
-    def end(self) -> Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]:
+    def end(self) -> Writes:
         """The use is over: the index of each parameter that was changed, its value, an own copy, and the tensor that it
         was pointed to, if it was. Such a one is put back."""
         versions, addresses = list(map(_version, self._parameters)), list(map(_address, self._parameters))

@@ -56,5 +56,5 @@ class Resident:
         """Store what was written to them so far. They stay resident."""
         for unit in dict.fromkeys(self.held):
             if unit.num_holds:
-                self.hooks.store_writes(unit)
+                self.hooks.store(unit, unit.own_writes.end())
                 unit.own_writes.begin(is_copy=unit.is_copy)
