@@ -279,9 +279,9 @@ class Hooks:
     def _end_use(self, unit: UnitInModel) -> None:
         unit.num_users -= 1
         try:
-            if unit.num_users == 0 or self._turns is not None:  # others would use what one has changed
-                if writes := unit.own_writes.end():
-                    self.store(unit, writes)
+            is_over = unit.num_users == 0 or self._turns is not None  # others would use what one has changed
+            if is_over and (writes := unit.own_writes.end()):
+                self.store(unit, writes)
         finally:
             if unit.num_users > 0:
                 if self._turns is not None:
