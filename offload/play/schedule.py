@@ -111,7 +111,7 @@ def step_seconds(works: Sequence[UnitWork], places: Places, steps: Steps, shares
     """Seconds of a step among others."""
     program = _Program(works, replace(places, slots=max(places.slots, 2), windows=max(places.windows, 2)), steps)
     last = [program.step() for _ in range(_STEPS)]
-    ends = Played(program.tasks, [*program.rows, program.pile], shares).ends
+    ends = Played(program.tasks, program.rows, program.pile, shares).ends
     return ends[last[-1]] - ends[last[-2]]
 
 
@@ -203,7 +203,7 @@ class _Program:
 
     def __init__(self, works: Sequence[UnitWork], places: Places, steps: Steps) -> None:
         self.tasks: list[Task] = []
-        self.rows = [Row() for _ in range(5)]
+        self.rows: list[Row] = [deque() for _ in range(5)]
         self.pile = Pile()
         self._works, self._places, self._steps = works, places, steps
         self._streamed = [index for index, work in enumerate(works) if work.streamed]

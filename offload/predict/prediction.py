@@ -160,8 +160,8 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
         return replace(prediction, shortage=found)
     case, plan = found
     places = places_of(plan)
-    works = works_of(model, machine, workload, case.whole, plan, activations, case.products)
     read, written = nvme_bytes(plan, places, workload, activations)
+    works = works_of(model, machine, workload, case.whole, plan, activations, case.products, read, written)
     links = link_seconds(machine, workload, plan, places, works, read, written)
     received = receiving_seconds(machine, workload, plan, places, case.whole)
     shares = shares_of(machine, plan, works, links, read + written, received)

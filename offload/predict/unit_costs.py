@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from offload.plan.moved import UnitBytes, places_of
-from offload.plan.passing import is_tied, lying
+from offload.plan.moved import UnitBytes
+from offload.plan.passing import lying
 from offload.plan.plan import Plan, Tier
 from offload.play.schedule import KeptWork, Places, UnitWork
 from offload.predict.activation_bytes import ActivationBytes
@@ -27,10 +27,12 @@ def works_of(
     plan: Plan,
     activations: ActivationBytes,
     products: Callable[[UnitSpec], float],
+    read: int,
+    written: int,
 ) -> list[UnitWork]:
     """The seconds of every unit. ``whole`` are those of which the plan has a rank's shards; ``products`` are FLOP of a
-    unit's update."""
-    formats, network, drive = plan.formats, machine.network, _Drive(machine, plan, workload, activations)
+    unit's update. ``read`` and ``written`` are a step's bytes on NVMe."""
+    formats, network, drive = plan.formats, machine.network, _Drive(machine, read, written)
     compute = compute_seconds(model, machine, workload, whole)
     keeping = _kept(model, machine, whole, activations, drive)
     copying = 0.0 if machine.device.computes else 2 * activations.leaving / machine.update  # each way
@@ -40,7 +42,7 @@ def works_of(
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
     works: list[UnitWork] = []
     for item, (forward, backward), unit, (share, kept) in zip(plan.units, compute, whole, keeping, strict=True):
-        one, uses = UnitBytes.of(item, plan), 2 if is_tied(unit) else 1
+        one, uses = UnitBytes.of(item, plan), 2 if unit.is_tied else 1
         per_element = 0.0 if item.weights is Tier.DEVICE else formats.weights / machine.device.link
         to_device = item.unit.numel * per_element * plan.routing.used(unit)
         to_host = item.unit.trainable_numel * per_element * plan.routing.changed(unit)
@@ -144,12 +146,12 @@ def _brought(places: Places, num_units: int, passes: int, *, backward: bool) -> 
 
 
 class _Drive:
-    """Seconds of reads and writes: alone, less what is saved where both go on at once."""
+    """Seconds of reads and writes: alone, less what is saved where both go on at once. ``read`` and ``written`` are a
+    step's bytes."""
 
-    def __init__(self, machine: Machine, plan: Plan, workload: Workload, activations: ActivationBytes) -> None:
+    def __init__(self, machine: Machine, read: int, written: int) -> None:
         self._nvme, self._overlap = machine.nvme, 1.0
         if self._nvme is not None:
-            read, written = nvme_bytes(plan, places_of(plan), workload, activations)
             alone = self.seconds(read, written)
             self._overlap = self._nvme.seconds(read, written) / alone if alone else 1.0
 
