@@ -21,6 +21,9 @@ _EARLY_SHARES = 4
 """The engine finds out how many units to update during backward. So many shares of them are tried here."""
 
 
+_ROUNDING = 1e-9
+"""Steps that differ by less are as long."""
+
 NOTHING_SHARED = Shares()
 
 
@@ -134,8 +137,8 @@ class Order:
         for speculative in self._choices():
             steps = Steps(speculative, self.micro_batches, self.settle)
             before, best = best, min(best, step_seconds(self.works, self.places, steps, self.shares))
-            if best == before or best <= least:
-                break  # fewer make it slower, or there is nothing to gain
+            if best >= before * (1 - _ROUNDING) or best <= least * (1 + _ROUNDING):
+                break  # fewer make it no faster, or there is nothing to gain
         return best
 
     def _choices(self) -> list[frozenset[int]]:

@@ -98,7 +98,9 @@ class Prediction:
     @functools.cached_property
     def seconds(self) -> float:
         """The step. Its order is played when this is asked for first: a search asks for few of what it weighs."""
-        return math.inf if self.order is None else max(self.bound_seconds, self.order.seconds(self.bound_seconds))
+        if self.order is None:
+            return math.inf
+        return max(self.bound_seconds, self.order.seconds(max(self.bound_seconds, self.schedule_seconds)))
 
     @property
     def shard(self) -> str | None:
