@@ -154,7 +154,7 @@ class DeviceNeeds:
     def _saved_of(self, index: int) -> float:
         unit, formats = self.units[index], self.formats
         link = 2 * unit.numel * formats.weights + unit.trainable_numel * formats.weights * bool(formats.grads)
-        update = 2 * self.states[index] + unit.trainable_numel * (2 * formats.weights + formats.grads)
+        update = formats.update_bytes(self.states[index], unit.trainable_numel)
         return round((2 * link + update * bool(formats.grads)) / max(self.unit_bytes[index], 1), 3)
 
     def rank(self, index: int, num_first: int = 0) -> tuple[float, bool, float]:

@@ -15,6 +15,7 @@ from offload.predict.cores import Own
 from offload.predict.machine import Machine
 from offload.predict.model import Model
 from offload.predict.workload import Workload
+from offload.report.report import MemoryRates
 from offload.tiers.gradients.wire import WIRES
 from offload.units import UnitSpec
 
@@ -36,7 +37,7 @@ def works_of(
     compute = compute_seconds(model, machine, workload, whole)
     keeping = _kept(model, machine, whole, activations, drive)
     copying = 0.0 if machine.device.computes else 2 * activations.leaving / machine.update  # each way
-    own = Own(machine, plan)
+    own, host_memory = Own(machine, plan), MemoryRates(machine.update, machine.memory)
     stays = 1.0
     if plan.device.all_bytes:
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
@@ -53,7 +54,7 @@ def works_of(
                 backward=backward + own.backward(item, unit, uses) + share * copying,
                 fetch=drive.seconds(one.weights),
                 update=drive.seconds(one.updated + one.states, one.trained + one.states),
-                sweep=max(one.in_memory / machine.update, (one.in_memory + crossing) / machine.memory)
+                sweep=host_memory.seconds(one.in_memory, crossing)
                 + products(item.unit) / machine.products
                 + own.update(item),
                 spill=drive.seconds(0, one.grads),
