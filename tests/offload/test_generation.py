@@ -112,7 +112,7 @@ def streaming(model: nn.Module, path: Path, **options: Any) -> Iterator[OffloadE
 
 def read_bytes(engine: OffloadEngine) -> int:
     """Read from NVMe since the engine was made."""
-    engine._session.parts.tiers.host.drain()
+    engine.synchronize()
     return engine._session.parts.tiers.store.statistics().read.bytes
 
 
