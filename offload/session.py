@@ -121,7 +121,7 @@ class Session:
             if self.parts.trained is not None:
                 self.parts.trained.updates.updater.wait_for_step()
             self.parts.tiers.host.drain()
-            self.failure.check()
+        with self.failure:
             self.parts.ranks.barrier("synchronize()")
 
     def expert_use(self) -> ExpertUse:

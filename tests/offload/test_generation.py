@@ -215,7 +215,7 @@ def test_the_first_units_of_a_token_are_read_while_the_last_one_computes(tmp_pat
             engine(torch.tensor([[5]]))
         events.clear()
         engine(torch.tensor([[5]]))
-        host.drain()
+        engine.synchronize()
         assert events[0][0] == "use"  # and was fetched before
         fetched = [name for kind, name in events if kind == "fetch"]
         assert sorted(fetched) == sorted(streamed)  # each once

@@ -358,10 +358,10 @@ def train(
 def moved_bytes(engine: OffloadEngine) -> tuple[int, int]:
     """Bytes that were read from the store so far, and written to it."""
     engine.synchronize()
-    store = engine._session.parts.tiers.store
-    if store is None:
+    tiers = engine._session.parts.tiers
+    if tiers.store is None:
         return 0, 0
-    moved = store.statistics()
+    moved = tiers.store.statistics()
     return moved.read.bytes, moved.write.bytes
 
 
