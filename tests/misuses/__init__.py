@@ -50,6 +50,7 @@ _FILES = (
     "pasted_loops",
     "pasted_models",
     "pasted_steps",
+    "second_runs",
 )
 
 FAMILIES: list[Family] = [import_module(f"misuses.{file}").family for file in _FILES]
