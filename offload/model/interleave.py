@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from offload.model.attributes import Attributes
+from offload.model.body import Body
 from offload.model.draws import generators_among, known_to, random_states
 from offload.model.habits import TOGETHER, Habits
 from offload.model.hook_context import HookContext
@@ -74,6 +75,7 @@ class MicroBatches:
         self._generators = generators_among([*self.attributes.everything(), *known_to(self.function)])
         self._own: MicroBatch
         """The one that computes."""
+        self._body = Body(self.function, self.items, self.attributes.has)
         self._there_may_be_more = True
         self._one_by_one = False
         """Each runs to its end from now on."""
@@ -283,6 +285,7 @@ class MicroBatches:
                 self._look_for_draws(own)
                 self._look_for_changes(own)
                 self._look_behind_versions(before)
+                self._look_at_body(own)
             finally:
                 self.hooks.end_calls()
         except Ended:
@@ -364,6 +367,16 @@ class MicroBatches:
         now = self.attributes.hashes() if before else {}
         if any(now.get(key, value) != value for key, value in before.items()):
             self._run_one_by_one("the function writes to a tensor that a module keeps")
+
+    def _look_at_body(self, own: MicroBatch) -> None:
+        """See whether the function hands something on to the next micro-batch."""
+        name = self._body.changed()
+        if name is None:
+            return
+        self._run_one_by_one(f"the function reads {name}, and a micro-batch changes it")
+        for other in self._all:
+            if other is not own and other.stage is not Stage.OVER and other.used:
+                self._refuse_order(own, other.index, f"has changed {name}, which the function reads,")
 
     def _random_states(self) -> tuple[Any, ...]:
         return random_states(self.surroundings.device, self._generators)
