@@ -164,7 +164,7 @@ class Attributes:
         tensors = {id(value): value for known in holders for value in known.values if isinstance(value, torch.Tensor)}
         statistics = {id(buffer) for module in self._statistics for buffer in _buffers(module)}
         return {
-            key: bytes_hash(tensor) for key, tensor in tensors.items() if key not in statistics and _has_bytes(tensor)
+            key: bytes_hash(tensor) for key, tensor in tensors.items() if key not in statistics and has_bytes(tensor)
         }
 
     def everything(self) -> Iterator[Any]:
@@ -273,7 +273,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _has_bytes(tensor: torch.Tensor) -> bool:
+def has_bytes(tensor: torch.Tensor) -> bool:
     """Bytes that can be hashed, and are no weight's."""
     return (
         type(tensor) is torch.Tensor

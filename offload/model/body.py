@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.model.attributes import Known
+from offload.model.attributes import Known, has_bytes
+from offload.model.moving import BYTES_MAX
 from offload.model.named import is_of_library, is_of_others, names_of
+from offload.model.own_writes import bytes_hash
 
 _LEVELS = 3
 """Of functions that call functions, and of objects in objects."""
@@ -66,6 +68,9 @@ class Body:
             return
         first = len(known.values)
         known.add(value)
+        for item in known.values[first:]:
+            if type(item) is torch.Tensor and item.nbytes <= BYTES_MAX and has_bytes(item):
+                known.marks.append(bytes_hash(item))  # a write through ``.data`` shows there alone
         for item in known.values[first:] if levels else ():
             if _is_object(item):
                 for each in list(vars(item).values()):

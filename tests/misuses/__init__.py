@@ -51,6 +51,7 @@ _FILES = (
     "pasted_models",
     "pasted_steps",
     "second_runs",
+    "odd_pairs",
 )
 
 FAMILIES: list[Family] = [import_module(f"misuses.{file}").family for file in _FILES]

@@ -85,7 +85,9 @@ def program(
             def case(place: Any, joint: str = joint) -> Any:
                 return body(Run(place, joint))
 
-            case.__name__ = body.__name__ if joint == "plain" else f"{body.__name__}_{joint.replace(',', '').replace(' ', '_')}"
+            case.__name__ = (
+                body.__name__ if joint == "plain" else f"{body.__name__}_{joint.replace(',', '').replace(' ', '_')}"
+            )
             told = title if joint == "plain" else f"{title} ({joint})"
             if joint in (refused or {}):
                 family.refused(told, (refused or {})[joint], **options)(case)

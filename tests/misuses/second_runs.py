@@ -663,7 +663,9 @@ def items_read_the_last(run):
     return found, values(engine.module)
 
 
-@program(family, "a discriminator of the loop's own takes a step within each micro-batch, the model learns from it", ALL)
+@program(
+    family, "a discriminator of the loop's own takes a step within each micro-batch, the model learns from it", ALL
+)
 def player_steps_in_between(run):
     engine = run.engine(Net())
     torch.manual_seed(5)
