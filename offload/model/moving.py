@@ -70,8 +70,9 @@ def copied(iterator: Any) -> Any:
     if any(_has_frame(item) or one is None is not item for item, one in zip(items, copies, strict=True)):
         return None
     again = function(*copies[: len(arguments)])
-    if state is not None:
-        again.__setstate__(tuple(copies[len(arguments) :]) if isinstance(state, tuple) else state)
+    if state is not None:  # lists in it grow: ``itertools.cycle`` writes down what it has given
+        of_state = (list(item) if type(item) is list else item for item in copies[len(arguments) :])
+        again.__setstate__(tuple(of_state) if isinstance(state, tuple) else state)
     return again
 
 

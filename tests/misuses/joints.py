@@ -74,10 +74,11 @@ def program(
     title: str,
     joints: tuple[str, ...] = PLAIN,
     refused: dict[str, str] | None = None,
+    differs: dict[str, str] | None = None,
     **options: Any,
 ) -> Callable[[Any], Any]:
     """A decorator: one case for each joint, whose bits are compared. At those that are ``refused`` the engine's error
-    must match a pattern."""
+    must match a pattern; where it ``differs``, the documentation says why."""
 
     def add(body: Callable[[Run], Any]) -> Callable[[Run], Any]:
         for joint in joints:
@@ -91,6 +92,8 @@ def program(
             told = title if joint == "plain" else f"{title} ({joint})"
             if joint in (refused or {}):
                 family.refused(told, (refused or {})[joint], **options)(case)
+            elif joint in (differs or {}):
+                family.differs(told, (differs or {})[joint], rtol=0.0, atol=0.0, **options)(case)
             else:
                 family.same_bits(told, **options)(case)
         return body

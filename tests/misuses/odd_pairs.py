@@ -25,6 +25,7 @@ from misuses.strangers import WIDTH, Block, Net
 family = Family("odd pairs")
 
 ALL = (*ACCUMULATED, *PAIRS[:2])
+BEHIND_VERSIONS = "a write through `.data` to what autograd has saved does not reach what is kept elsewhere"
 
 
 def trained(run, build, *, steps=3, forward=None, around_backward=contextlib.nullcontext, resumes=False, **options):
@@ -267,7 +268,12 @@ class LaterData(Block):
         return x + self.down(h * h)
 
 
-@program(family, "activations that blocks have kept are scaled through `.data` between forward and backward", PLAIN)
+@program(
+    family,
+    "activations that blocks have kept are scaled through `.data` between forward and backward",
+    PLAIN,
+    differs=dict.fromkeys(PLAIN[1:], BEHIND_VERSIONS),
+)
 def kept_activations_scaled(run):
     def forward(engine, x):
         y = engine(x)
@@ -279,7 +285,10 @@ def kept_activations_scaled(run):
 
 
 @program(
-    family, "the batch is written through `.data` after the forward: a ring buffer of inputs that is used again", ALL
+    family,
+    "the batch is written through `.data` after the forward: a ring buffer of inputs that is used again",
+    ALL,
+    differs=dict.fromkeys(("over the tiers", PAIRS[1]), BEHIND_VERSIONS),
 )
 def batch_is_reused(run):
     ring = torch.zeros(160, WIDTH)
@@ -642,7 +651,10 @@ def context_variable_of_loop(run):
 
 
 @program(
-    family, "a mode that the loop leaves on: `set_grad_enabled(False)` from the second micro-batch of a step on", ALL
+    family,
+    "a mode that the loop leaves on: `set_grad_enabled(False)` from the second micro-batch of a step on",
+    ALL,
+    refused=dict.fromkeys(("together", *PAIRS[:2]), "leaves a mode of torch"),
 )
 def grad_mode_left_off(run):
     engine = run.engine()

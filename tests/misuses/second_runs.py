@@ -27,6 +27,8 @@ from misuses.strangers import WIDTH, Block, Net
 family = Family("second runs")
 
 ALL = (*ACCUMULATED, *PAIRS[:2])
+AGAIN = ("recomputed", "over the tiers", *PAIRS[:2])
+"""Joints at which forwards run twice."""
 
 
 def trained(run, build, *, steps=4, call=None):
@@ -104,7 +106,12 @@ class FromGenerator(Block):
         return x + self.down(torch.tanh(self.up(x))) * next(self.source)
 
 
-@program(family, "a generator function of the block's gives the scale of its residual", ALL)
+@program(
+    family,
+    "a generator function of the block's gives the scale of its residual",
+    ALL,
+    refused=dict.fromkeys(AGAIN, "cannot be set back.*Do not recompute it"),
+)
 def scale_from_generator(run):
     return trained(run, net(FromGenerator))
 
@@ -319,7 +326,12 @@ class ByEnvironment(Block):
         return x + self.down(torch.tanh(self.up(x))) * (1 + 0.1 * (int(os.environ["MISUSE_CALLS"]) % 6))
 
 
-@program(family, "calls are counted in the environment of the process", ALL)
+@program(
+    family,
+    "calls are counted in the environment of the process",
+    ALL,
+    differs=dict.fromkeys((*AGAIN, "together"), "what a forward keeps outside of Python's objects is not seen"),
+)
 def calls_in_environment(run):
     return trained(run, net(ByEnvironment))
 
