@@ -75,7 +75,8 @@ class Known:
             for name, value in vars(each).items():
                 if name not in _OF_MODULES:
                     self.add(value)
-            tensors = [*_buffers(each), *filter(None.__ne__, each._parameters.values())]
+            parameters = [parameter for parameter in each._parameters.values() if parameter is not None]
+            tensors = [*_buffers(each), *parameters]
             self.values += tensors
             self.marks += [each.training, *map(_version, tensors)]
 

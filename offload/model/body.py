@@ -41,7 +41,7 @@ class Body:
         self._read: dict[str, _Get] = {}
         self._seen: set[int] = set()
         self._look_at(function, _LEVELS)
-        if isinstance(items, GeneratorType):
+        if isinstance(items, GeneratorType) and items.gi_frame is not None:
             self._look_at_code(items.gi_code, items.gi_frame.f_globals, dict(_of_frame(items)), _LEVELS)
         elif isinstance(items, map):
             self._look_at(items.__reduce__()[1][0], _LEVELS)  # type: ignore[index]
@@ -103,7 +103,7 @@ class Body:
         self._seen.add(id(code))
         roots = {name: partial(names.get, name) for name in names_of(code)} | roots
         read = _words_of(code)
-        for word in (f"{root}" for root in roots) if read is None else read:
+        for word in roots if read is None else read:
             root, _, attribute = word.partition(".")
             if root not in roots:
                 continue
@@ -161,7 +161,11 @@ def _content(cell: Any) -> Any:
 
 def _of_frame(generator: GeneratorType[Any, Any, Any]) -> Iterator[tuple[str, _Get]]:
     for name in generator.gi_code.co_freevars:
-        yield name, lambda name=name: None if generator.gi_frame is None else generator.gi_frame.f_locals.get(name)
+        yield name, partial(_of_running, generator, name)
+
+
+def _of_running(generator: GeneratorType[Any, Any, Any], name: str) -> Any:
+    return None if generator.gi_frame is None else generator.gi_frame.f_locals.get(name)
 
 
 @cache

@@ -10,7 +10,7 @@ import array
 import ctypes
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache, partial
 from operator import length_hint
 from types import GeneratorType
@@ -29,8 +29,9 @@ PLAIN = frozenset({int, float, str, bool, bytes, type(None), torch.dtype, torch.
 
 
 @cache
-def slots_of(kind: type) -> tuple[str, ...]:
+def slots_of(kind: Hashable) -> tuple[str, ...]:
     """Names of the slots of a class of the program's."""
+    assert isinstance(kind, type)
     if kind.__module__.split(".")[0] in ("builtins", "torch", "numpy"):
         return ()
     names = (name for cls in kind.__mro__ for name in _as_tuple(vars(cls).get("__slots__", ())))
@@ -46,7 +47,7 @@ def bytes_of(value: Any) -> memoryview | None:
     if not isinstance(value, ARRAYS) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
         return None
     try:
-        view = memoryview(value)
+        view = memoryview(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
     if view.nbytes > BYTES_MAX or not view.nbytes or not view.c_contiguous or view.readonly:

@@ -54,7 +54,9 @@ def variables_of(function: Any) -> Iterator[Variable]:
 
 def variables_from(functions: Iterable[Any]) -> list[Variable]:
     """Those of the functions, and of functions that these name, and so on."""
-    found, seen, level = [], set(), list(functions)
+    found: list[Variable] = []
+    seen: set[int] = set()
+    level = list(functions)
     for _ in range(_LEVELS):
         named = []
         for function in level:
