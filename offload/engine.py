@@ -255,8 +255,8 @@ class OffloadEngine:
         return torch.tensor(step.clip_grad_norm(max_norm), device=self._session.torch_device)
 
     def synchronize(self) -> None:
-        """Wait until the last step's update is done everywhere, and until all ranks are here: meanwhile this one gives
-        what others want of its weights. Training never needs it."""
+        """Wait until the last step's update is done everywhere, until nothing of it is on its way to NVMe any more, and
+        until all ranks are here: meanwhile this one gives what others want of its weights. Training never needs it."""
         self._session.synchronize()
 
     def report(self) -> Report:

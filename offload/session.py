@@ -118,6 +118,10 @@ class Session:
         """See ``OffloadEngine.synchronize``."""
         self.wait_for_updates()
         with self.failure:
+            if self.parts.trained is not None:
+                self.parts.trained.updates.updater.wait_for_step()
+            self.parts.tiers.host.drain()
+        with self.failure:
             self.parts.ranks.barrier("synchronize()")
 
     def expert_use(self) -> ExpertUse:

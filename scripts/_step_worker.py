@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from _step_deepspeed import DeepSpeed
 from _step_model import Shape
+from _step_optimizers import OPTIONS, optimizers
 from _step_peers import PEERS
 from torch import Tensor, nn
 
@@ -28,11 +29,9 @@ if _INSTALLATION is not None:
 
 from offload import BudgetError, OffloadEngine  # noqa: E402
 
-ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
-
 
 class InMemory:
-    """Plain PyTorch with its fused AdamW. In bf16, masters in fp32 beside the weights, copied over after each step."""
+    """Plain PyTorch. In bf16, masters in fp32 beside the weights, copied over after each step."""
 
     def __init__(self, shape: Shape, request: dict[str, Any]) -> None:
         torch.manual_seed(0)
@@ -45,7 +44,7 @@ class InMemory:
         if request["precision"] == "bf16":
             self._masters = [nn.Parameter(weight.detach().clone()) for weight in self._weights]
             self._model.to(torch.bfloat16)
-        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAMW)
+        self._optimizers = optimizers(request["optimizer"], self._model, self._masters)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         loss = self._model(tokens, targets)
@@ -56,8 +55,9 @@ class InMemory:
             for master, weight in zip(self._masters, self._weights, strict=True):
                 assert weight.grad is not None
                 master.grad, weight.grad = weight.grad.float(), None
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if self._masters is not self._weights:
             with torch.no_grad():
                 torch._foreach_copy_(self._weights, self._masters)
@@ -81,10 +81,12 @@ class Engine:
             model = shape.model()
         self._numel = sum(parameter.numel() for parameter in model.parameters())
         options = {name: request[name] for name in ("precision", "io_backend", "host_memory")}
-        options |= {"gradient_clipping": request["clipping"], **ADAMW}
+        options |= {"gradient_clipping": request["clipping"], **OPTIONS}
         if request["nvme_path"] is not None:
             options["nvme_path"] = request["nvme_path"]
-        if request["device"] != "cpu":  # else an installation need not know of devices
+        if request["optimizer"] != "adamw":  # else an installation need not know of others
+            options["optimizer"] = request["optimizer"]
+        if request["device"] != "cpu":  # nor of devices
             options |= {name: request[name] for name in ("device", "device_memory")}
         torch.manual_seed(0)  # the engine initialises the model
         self._engine = OffloadEngine(model, **options)
@@ -142,7 +144,7 @@ def _known(thing: Any, path: str) -> Any:
 
 
 def main() -> None:
-    request = json.loads(sys.argv[1])
+    request = {"optimizer": "adamw", **json.loads(sys.argv[1])}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr: stdout is for answers alone
 

@@ -46,7 +46,7 @@ from offload.option_values import parse_bytes
 from offload.report.report import Bandwidths
 
 STATE_BYTES = {"fp32": 16, "bf16": 14}
-"""Bytes of weights, masters, moments and gradients for one parameter."""
+"""Bytes of weights, masters, moments and gradients for one parameter, with AdamW."""
 
 NEVER = 1e9
 """A norm that no gradient here reaches."""
@@ -122,6 +122,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help="keep the inputs of blocks only, for backward")
     parser.add_argument("--precision", choices=list(STATE_BYTES), default="fp32")
     parser.add_argument(
+        "--optimizer", choices=["adamw", "lamb", "muon"], default="adamw", help="of the engine and in memory"
+    )
+    parser.add_argument(
         "--clipping",
         nargs="+",
         default=["1"],
@@ -193,7 +196,7 @@ class _Comparison:
         self._state_bytes = STATE_BYTES[arguments.precision] * sum(p.numel() for p in model.parameters())
         self._turns = Turns(arguments.lock)
         self._common = {"shape": asdict(self._shape), "precision": arguments.precision, "nvme_path": folder}
-        self._common |= {name: getattr(arguments, name) for name in ("device", "device_memory")}
+        self._common |= {name: getattr(arguments, name) for name in ("device", "device_memory", "optimizer")}
         self.trials: list[dict[str, Any]] = []
 
     def run(self) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from offload.config import OffloadConfig
 from offload.device.protocol import Processor
 from offload.errors import ConfigError, warn
 from offload.native_optimizers import NATIVE_OPTIMIZERS
-from offload.optim.choose import OptimizerChoice, choose, takes_elements
+from offload.optim.choose import OptimizerChoice, choose, takes_elements, whole_parameters
 from offload.optim.rule import facts_of
 from offload.plan.plan import Plan, Tier
 from offload.planning import check_backend, check_paths, open_processor, plan_for
@@ -67,9 +67,10 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World, birth: Birth)
     models and budgets that cannot be."""
     processor = open_processor(given.device, local_index(world))
     config, sharers, cores = _of_rank(given, world, processor)
+    whole = whole_parameters(given.optimizer, model)
     units = find_units(
         model,
-        in_pieces=takes_elements(given.optimizer),
+        whole=whole,
         dtype=given.dtype,
         num_ranks=world.size,
         experts=given.expert_names,
@@ -89,7 +90,7 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World, birth: Birth)
         shards = [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
         shards = [birth.in_place(shard, config.dtype) for shard in shards]
     of_model = {id(parameter) for parameter in model.parameters()}
-    choice = choose(given, shards, lambda parameter: id(parameter) in of_model)
+    choice = choose(given, shards, lambda parameter: id(parameter) in of_model, whole=whole)
     _refuse_disagreement(model, given, units, choice, world, birth)
     _refuse_quantised_elsewhere(units, given, processor.torch_device)
     plan = plan_for(config, units, choice, processor, world, shards)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,11 +57,28 @@ def takes_elements(optimizer: object) -> bool:
     return optimizer is None or kind in _KERNEL_OF_CLASS
 
 
+def whole_parameters(optimizer: object, model: nn.Module) -> frozenset[int] | None:
+    """Return the parameters of the model, by their ``id``, at which ``config.optimizer`` looks as wholes; None: it may
+    be all of them. Raises ``ConfigError`` for one that it cannot take."""
+    if takes_elements(optimizer):
+        return frozenset()
+    if isinstance(optimizer, str):
+        return MATRIX_OPTIMIZERS[optimizer].whole(model)
+    if isinstance(optimizer, torch.optim.Optimizer) and _of_matrices_in_torch(optimizer) is not None:
+        return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return None
+
+
 def choose(
-    config: OffloadConfig, units: Sequence[UnitSpec], given: Callable[[nn.Parameter], bool] = lambda parameter: True
+    config: OffloadConfig,
+    units: Sequence[UnitSpec],
+    given: Callable[[nn.Parameter], bool] = lambda parameter: True,
+    *,
+    whole: Collection[int] | None = None,
 ) -> OptimizerChoice | None:
     """The rule for ``config.optimizer``; None if nothing is trained. A name or a class is for the parameters that are
-    ``given``: a model may have a ``parameters`` of its own, which leaves some out.
+    ``given``: a model may have a ``parameters`` of its own, which leaves some out. ``whole`` is what
+    ``whole_parameters`` gave for the model; nothing needs it where the optimizer takes elements.
 
     Raises ``ConfigError`` for options that the optimizer does not have, a parameter that is not the model's, or an
     optimizer that cannot run unit by unit.
@@ -74,7 +91,7 @@ def choose(
         every = [spec for spec in every if given(spec.parameter)]
     trainable = [spec for spec in every if spec.trainable]
     if isinstance(optimizer, str) and optimizer in MATRIX_OPTIMIZERS:
-        return _of_matrices(config, optimizer, every)
+        return _of_matrices(config, optimizer, every, whole)
     if isinstance(optimizer, str):
         kernel = NATIVE_OPTIMIZERS[optimizer]
         settings = _known_options(config.optimizer_settings, kernel.defaults, optimizer)
@@ -98,16 +115,22 @@ def choose(
         groups = [(group, _specs_of(group, specs)) for group in built.param_groups]
     if type(built) in _KERNEL_OF_CLASS:
         return _native(config, NATIVE_OPTIMIZERS[_KERNEL_OF_CLASS[type(built)]], groups, built)
-    for name, kind in MATRIX_OPTIMIZERS.items():
-        if type(built) is getattr(torch.optim, kind.torch_class, None):
-            algorithms = dict.fromkeys((spec for _, specs in groups for spec in specs), kind.inner)
-            return _matrix(config, name, algorithms, groups, built)
+    name = _of_matrices_in_torch(built)
+    if name is not None:
+        algorithms = dict.fromkeys((spec for _, specs in groups for spec in specs), MATRIX_OPTIMIZERS[name].inner)
+        return _matrix(config, name, algorithms, groups, built)
     for option in ("moments_dtype", "master_dtype"):
         if getattr(config, option) != "fp32":
             raise ConfigError(
                 f"{option}={getattr(config, option)!r} needs an optimizer with a kernel: {', '.join(OPTIMIZERS)}"
             )
     return OptimizerChoice(TorchRule(built, groups, Formats.of(config), config.gradient_dtype), groups, built)
+
+
+def _of_matrices_in_torch(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the name that torch's optimizer of matrices has here; None for any other."""
+    kinds = {getattr(torch.optim, kind.torch_class, None): name for name, kind in MATRIX_OPTIMIZERS.items()}
+    return kinds.get(type(optimizer))
 
 
 def _native(
@@ -126,10 +149,12 @@ def _native(
     return OptimizerChoice(rule, groups, source)
 
 
-def _of_matrices(config: OffloadConfig, name: str, specs: Sequence[ParameterSpec]) -> OptimizerChoice:
+def _of_matrices(
+    config: OffloadConfig, name: str, specs: Sequence[ParameterSpec], whole: Collection[int] | None
+) -> OptimizerChoice:
     defaults = MATRIX_DEFAULTS[name]
     settings = _known_options(config.optimizer_settings, defaults, name)
-    algorithms = MATRIX_OPTIMIZERS[name].algorithms(specs)
+    algorithms = MATRIX_OPTIMIZERS[name].algorithms(specs, whole)
     group = {**defaults, **_checked(settings, defaults)}
     return _matrix(config, name, algorithms, [(group, list(algorithms))])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -33,25 +33,38 @@ class MatrixOptimizer:
     others: Algorithm
     torch_class: str = ""
 
-    def algorithms(self, specs: Sequence[ParameterSpec]) -> dict[ParameterSpec, Algorithm]:
-        """Return the algorithm of each trained parameter, in the order of the model.
+    def algorithms(
+        self, specs: Sequence[ParameterSpec], whole: Collection[int] | None
+    ) -> dict[ParameterSpec, Algorithm]:
+        """Return the algorithm of each trained parameter. ``whole`` is what the method of this name gave for the
+        model."""
+        assert whole is not None or not self.others.takes_elements
+        trained = [spec for spec in specs if spec.trainable]
+        return {spec: self.inner if whole is None or id(spec.parameter) in whole else self.others for spec in trained}
+
+    def whole(self, model: nn.Module) -> frozenset[int] | None:
+        """Return the parameters of the model that ``inner`` takes, by their ``id``, since they must not be cut; None:
+        all of them. Raises ``ConfigError`` for one that it cannot take.
 
         A parameter's own ``use_muon`` decides. Where it has none, an inner matrix is one that is no embedding, nor the
-        last one with as many rows as an embedding has. Raises ``ConfigError`` for one that cannot be.
+        last one with as many rows as an embedding has.
         """
-        matrices = [spec for spec in specs if len(spec.shape) == 2]
-        embeddings = [spec for spec in matrices if any(_is_embedding(site.module) for site in spec.owners)]
-        rows = {spec.shape[0] for spec in embeddings}
-        heads = [spec for spec in matrices[-1:] if spec.shape[0] in rows]
-        inner = frozenset(matrices) - {*embeddings, *heads}
-        told = {spec: spec.parameter.use_muon for spec in specs if hasattr(spec.parameter, "use_muon")}
-        for spec, use_muon in told.items():
-            if use_muon and len(spec.shape) != 2:
+        if not self.others.takes_elements:
+            return None
+        parameters = list(model.parameters())
+        matrices = {id(parameter): parameter for parameter in parameters if parameter.ndim == 2}
+        tables = [each._parameters.get("weight") for each in model.modules() if _is_embedding(each)]
+        rows = {table.shape[0] for table in tables if table is not None}
+        heads = {key for key in list(matrices)[-1:] if matrices[key].shape[0] in rows}
+        inner = matrices.keys() - heads - set(map(id, tables))
+        found = {id(parameter): parameter for parameter in parameters if _use_muon(parameter, id(parameter) in inner)}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in found and parameter.ndim != 2:
                 raise ConfigError(
-                    f"parameter {spec.name} {tuple(spec.shape)} has use_muon=True, and Muon takes matrices alone: "
+                    f"parameter {name} {tuple(parameter.shape)} has use_muon=True, and Muon takes matrices alone: "
                     "set it to False"
                 )
-        return {spec: self.inner if told.get(spec, spec in inner) else self.others for spec in specs if spec.trainable}
+        return frozenset(found)
 
 
 MATRIX_OPTIMIZERS: Mapping[str, MatrixOptimizer] = MappingProxyType(
@@ -157,6 +170,10 @@ class MatrixRule(LooseStates, WholeParameters):
             if dtype is torch.uint8:
                 schema[scale_name(name)] = torch.Size([num_blocks(spec.numel)]), torch.float32
         return schema
+
+
+def _use_muon(parameter: nn.Parameter, otherwise: bool) -> bool:
+    return bool(getattr(parameter, "use_muon", otherwise))
 
 
 def _is_embedding(module: nn.Module) -> bool:

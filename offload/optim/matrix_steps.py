@@ -103,6 +103,8 @@ class Algorithm(ABC):
     """One of the algorithms of an optimizer that treats its parameters in several ways."""
 
     states: tuple[str, ...]
+    takes_elements = False
+    """A step takes elements one by one: a parameter may be cut."""
 
     @abstractmethod
     def step(self, group: Group, step: int, grad_scale: float) -> Step:
@@ -136,6 +138,7 @@ class AdamW(Algorithm):
     """AdamW for the parameters that Muon does not take."""
 
     states = ("exp_avg", "exp_avg_sq")
+    takes_elements = True
 
     def step(self, group: Group, step: int, grad_scale: float) -> Step:
         return _Elements(

@@ -25,6 +25,9 @@ _TILES_A_UNIT = 4
 _NUM_TILE_BUFFERS = 6
 """Enough for the disk to read, the kernel to work and the disk to write at the same time, and some to even out."""
 
+_NUM_LARGE_TILE_BUFFERS = 3
+"""Also tried where tiles are larger than asked for, since they hold whole parameters: one for each of the three."""
+
 _GRAD_BUFFERS = (3, 2)
 """One is filled while another one is written, and read by a speculative update. With a third one compute goes on where
 such an update takes longer than a unit's backward."""
@@ -57,7 +60,9 @@ class Placements:
         self._records = cache(lambda size: Records(units, formats, tiles_of, size, num_backwards, rereads, routing))
         self._compute_bytes, self._speculative = compute_bytes, speculative
         self._num_backwards, self._conditions = num_backwards, conditions
-        self._stagings = list(_stagings(units, formats, tile_bytes, training=tiles_of is not None))
+        stagings = list(_stagings(units, formats, tile_bytes, training=tiles_of is not None))
+        large = [staging for staging in stagings if self._records(staging.tile_bytes).has_large_tiles]
+        self._stagings = [*stagings, *(replace(each, num_tile_buffers=_NUM_LARGE_TILE_BUFFERS) for each in large)]
         tile_in_ram = RAM_TILE_BYTES if rereads else DEFAULT_TILE_BYTES
         self.everything = self._empty(Staging(0, 0, 0, tile_bytes or tile_in_ram))
         self.everything.resident[:] = True

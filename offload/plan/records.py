@@ -49,6 +49,8 @@ class Records:
         """Slots with which compute, the update and the next units have one each."""
         self._tiles = [tiles_of(unit, tile_bytes) if tiles_of is not None else () for unit in units]
         flat = [tile for tiles in self._tiles for tile in tiles]
+        self.has_large_tiles = any(tile.nbytes > tile.count * tile_bytes for tile in flat)
+        """There are tiles of more bytes than were asked for."""
         count, lengths = len(units), _integers(map(len, self._tiles))
         self.weights, self.grads, self.states = slice(count), slice(count, 2 * count), slice(2 * count, None)
         self.numel = _integers(unit.numel for unit in units)

@@ -90,11 +90,12 @@ class Model:
         """Found once: a walk through the modules takes longer than what is asked of them."""
         return tuple(self.module.parameters())
 
-    def units(self, dtype: torch.dtype, num_ranks: int = 1, *, in_pieces: bool = True) -> tuple[UnitSpec, ...]:
-        """As the engine finds them, to be divided among ranks. ``in_pieces``: the optimizer takes elements one by
-        one."""
+    def units(
+        self, dtype: torch.dtype, num_ranks: int = 1, whole: frozenset[int] | None = frozenset()
+    ) -> tuple[UnitSpec, ...]:
+        """As the engine finds them, to be divided among ranks. The optimizer looks at those in ``whole`` as wholes."""
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
-        units = _units(self.module, self.base, dtype, num_ranks, trained, in_pieces)
+        units = _units(self.module, self.base, dtype, num_ranks, trained, whole)
         if not units:
             raise ConfigError(f"{self.name} has no floating-point parameters: there is nothing to offload")
         return units
@@ -111,13 +112,18 @@ class Model:
 
 @functools.lru_cache(maxsize=8)
 def _units(
-    module: nn.Module, base: Base, dtype: torch.dtype, num_ranks: int, trained: tuple[bool, ...], in_pieces: bool
+    module: nn.Module,
+    base: Base,
+    dtype: torch.dtype,
+    num_ranks: int,
+    trained: tuple[bool, ...],
+    whole: frozenset[int] | None,
 ) -> tuple[UnitSpec, ...]:
     """``trained`` says of each parameter whether it is, so that what was found before it was frozen is found anew."""
     if base.bits:
-        units = _units(module, AS_WEIGHTS, dtype, num_ranks, trained, in_pieces)
+        units = _units(module, AS_WEIGHTS, dtype, num_ranks, trained, whole)
         return tuple(of_base(units, module, base, dtype, num_ranks))
-    return tuple(find_units(module, in_pieces=in_pieces, dtype=dtype, num_ranks=num_ranks, most_experts=MOST_EXPERTS))
+    return tuple(find_units(module, whole=whole, dtype=dtype, num_ranks=num_ranks, most_experts=MOST_EXPERTS))
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from offload.config import OffloadConfig
 from offload.errors import BudgetError, ConfigError
-from offload.optim.choose import OptimizerChoice, choose, takes_elements
+from offload.optim.choose import OptimizerChoice, choose, takes_elements, whole_parameters
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.optim.rule import Rule
 from offload.plan.choice import Placements
@@ -296,19 +296,19 @@ def _placed(
 def _cases(model: Model, machine: Machine, workload: Workload, activations: ActivationBytes) -> Iterator[_Case]:
     """One for each placement that may be taken, in the order in which the engine tries them; one for a single rank."""
     count = machine.num_ranks
-    by_elements = takes_elements(workload.optimizer)
-    if count > 1 and not by_elements:
+    if count > 1 and not takes_elements(workload.optimizer):
         raise ConfigError(
             f"--optimizer {workload.optimizer} looks at whole matrices, and {count} ranks hold parts of them: plan one"
         )
-    whole = model.units(workload.dtype, count, in_pieces=by_elements)
+    kept = whole_parameters(workload.optimizer, model.module)
+    whole = model.units(workload.dtype, count, kept)
     numbers = Workload(  # all that bears on tiles
         precision=workload.precision,
         moments_dtype=workload.moments_dtype,
         master_dtype=workload.master_dtype,
         optimizer=workload.optimizer,
     )
-    shards, choice = _trained(whole, count, numbers)
+    shards, choice = _trained(whole, count, numbers, kept)
     config = replace(workload.config, device_memory="auto")
     if activations.memory:  # what is set aside is the same for both, and there is no path here
         config = replace(config, activations="host", activation_memory=activations.memory)
@@ -327,11 +327,11 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: Acti
 
 @functools.lru_cache(maxsize=8)
 def _trained(
-    whole: tuple[UnitSpec, ...], count: int, numbers: Workload
+    whole: tuple[UnitSpec, ...], count: int, numbers: Workload, kept: frozenset[int] | None
 ) -> tuple[Sequence[UnitSpec], OptimizerChoice | None]:
     """Shards of one of ``count`` ranks, and how they are trained: the same for all batches that a search weighs."""
     shards = [shard_unit(unit, 0, count) for unit in whole]
-    return shards, _bundled(choose(numbers.config, shards), shards)
+    return shards, _bundled(choose(numbers.config, shards, whole=kept), shards)
 
 
 def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | _Case:

@@ -30,7 +30,7 @@ _BLOCK_SHARE = 1 / 2
 def find_units(
     model: nn.Module,
     *,
-    in_pieces: bool = False,
+    whole: Collection[int] | None = None,
     dtype: torch.dtype = torch.float32,
     num_ranks: int = 1,
     experts: Sequence[str] = EXPERTS,
@@ -39,10 +39,11 @@ def find_units(
     """Cut ``model`` into units, in the order of ``model.named_parameters()``.
 
     Repeated blocks (children of one class in a ``ModuleList`` or ``Sequential``) are units; so is every other module
-    that is small against the model; what a larger module owns itself is a unit of its own. With ``in_pieces`` a weight
-    that is much larger than all other units may be cut into several: see ``offload.units.pieces``. Each expert is a
-    unit; ``experts`` are names of modules that have some: see ``offload.units.experts``. Of more fused ones than
-    ``most_experts`` several are one unit, as many as its ``count`` says.
+    that is small against the model; what a larger module owns itself is a unit of its own. A weight that
+    is much larger than all other units is cut into several, unless its ``id`` is in ``whole`` (None: none is cut): see
+    ``offload.units.pieces``. Each expert is a unit; ``experts`` are names of modules that have some: see
+    ``offload.units.experts``. Of more fused ones than ``most_experts`` several are one unit, as many as its ``count``
+    says.
     ``dtype`` is that of the weights: what is quantised takes as many elements of it as its bytes fill.
     Units can be divided among ``num_ranks``: see ``offload.units.shard``.
     Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor, for two that share
@@ -51,8 +52,8 @@ def find_units(
     distributions = distributions_in(model)
     packings = _packings(model, distributions, dtype)
     check_memory_is_distinct(model.named_parameters())
-    kept = {*distributions, *(id_ for id_, packing in packings.items() if not packing.has_rows)}
-    of_layers = list(find_experts(model, experts, fused=in_pieces, whole=kept, least=GRAIN * num_ranks))
+    kept = {*distributions, *(id_ for id_, packing in packings.items() if not packing.has_rows), *(whole or ())}
+    of_layers = list(find_experts(model, experts, fused=whole is not None, whole=kept, least=GRAIN * num_ranks))
     fused = {of.module: of for of in of_layers if isinstance(of, FusedExperts)}
     in_rows = {id(parameter) for of in fused.values() for parameter in of.parameters.values()}
     separate: dict[nn.Module, Experts] = {
@@ -64,7 +65,7 @@ def find_units(
     num_fused = sum(of.count for of in fused.values())
     together = math.ceil(num_fused / most_experts) if most_experts is not None else 1
     layout = _Layout(sites, packings, distributions, dtype, GRAIN * num_ranks, names)
-    cuts = _cuts(parameters, layout) if in_pieces else {}
+    cuts = {} if whole is None else _cuts(parameters, layout, whole)
     rest = {owner: [item for item in group if id(item[1]) not in cuts] for owner, group in parameters.items()}
     layout.unit_names.update(names[owner] for owner in parameters if rest[owner])
     units: list[UnitSpec] = []
@@ -258,15 +259,18 @@ def _lay_out(items: Sequence[_LaidOut], multiple: int) -> tuple[tuple[ParameterS
     return tuple(specs), ends[0], ends[1]
 
 
-def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _Layout) -> dict[int, WeightInPieces]:
-    """Weights that are to be cut, by the ``id`` of the parameter: units that are little but one large weight."""
+def _cuts(
+    parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _Layout, whole: Collection[int]
+) -> dict[int, WeightInPieces]:
+    """Weights that are to be cut, by the ``id`` of the parameter: units that are little but one large weight. Those in
+    ``whole`` are not."""
     sites = layout.sites
     sizes = {owner: sum(layout.numel(p) for _, p in group) for owner, group in parameters.items()}
     cuttable = {
         owner: (name, p)
         for owner, group in parameters.items()
         for name, p in group
-        if p is owner._parameters.get("weight") and id(p) not in layout.packings and id(p) not in layout.distributions
+        if p is owner._parameters.get("weight") and id(p) not in {*layout.packings, *layout.distributions, *whole}
         if all(can_be_cut(*site) for site in sites[id(p)])
     }
     others = [size for owner, size in sizes.items() if owner not in cuttable]

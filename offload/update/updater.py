@@ -24,7 +24,7 @@ from offload.update.pipeline import Pipeline, Task
 from offload.update.speculative import SpeculativeUpdates
 from offload.update.step import UnitUpdate
 from offload.update.together import Together, can_take
-from offload.waiting import Failure, Worker
+from offload.waiting import Failure, Job, Worker
 
 
 @dataclass(eq=False)
@@ -82,12 +82,18 @@ class Updater:
 
     def __post_init__(self) -> None:
         self._worker = Worker("offload-update")
+        self._last_step: Job | None = None
 
     def start(self, step: Sequence[UnitUpdate]) -> None:
         """Begin a step's update. Returns at once; each unit is usable again when its own update is done."""
         self.speculative.step_begins()
         loans = self.gradients.lend([update.unit for update in step])
-        self._worker.submit(lambda: self._run_step(step, loans))
+        self._last_step = self._worker.submit(lambda: self._run_step(step, loans))
+
+    def wait_for_step(self) -> None:
+        """Wait until the last step's update is done, and its states are written."""
+        if self._last_step is not None:
+            self._last_step.wait(lambda: "the last step's update")
 
     def read_ahead(self) -> None:
         """Start reading what the update of the coming step begins with, although it is not certain yet: units without a

@@ -94,7 +94,7 @@ def test_micro_batches_that_use_other_experts_run_together_with_the_bits_of_the_
 
 
 def test_an_expert_is_a_unit_and_the_layer_around_it_is_another() -> None:
-    units = {unit.name: unit for unit in find_units(built(CONFIGS["gpt_oss"]()), in_pieces=True)}
+    units = {unit.name: unit for unit in find_units(built(CONFIGS["gpt_oss"]()), whole=())}
     expert = units["model.layers.1.mlp.experts[5:6]"]
     prefix = "model.layers.1.mlp.experts"
     assert [(spec.name, tuple(spec.shape)) for spec in expert.parameters] == [
@@ -106,7 +106,7 @@ def test_an_expert_is_a_unit_and_the_layer_around_it_is_another() -> None:
     assert expert.depth == 1
     assert not any("experts" in spec.name for spec in units["model.layers.1"].parameters)
     assert sum(unit.experts is not None for unit in units.values()) == 16
-    whole = find_units(built(CONFIGS["gpt_oss"]()), in_pieces=True, experts=())
+    whole = find_units(built(CONFIGS["gpt_oss"]()), whole=(), experts=())
     assert sum(unit.experts is not None for unit in whole) == 16  # a class of transformers says so itself
 
 

@@ -192,6 +192,41 @@ def test_a_parameter_says_itself_whether_it_is_one_of_muons():
         OffloadEngine(model, optimizer="muon")
 
 
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16", "moments_dtype": "int8"}], ids=["fp32", "codes"])
+def test_what_adamw_takes_beside_muon_is_cut_and_a_checkpoint_goes_to_any_budget(tmp_path: Path, options):
+    def make() -> Tiny:
+        torch.manual_seed(0)
+        return Tiny(width=32, vocab=20_011)
+
+    options = {"optimizer": "muon", "lr": 1e-2, **options}
+    least = least_budget(make(), tmp_path, **options)
+    with OffloadEngine(make(), **options) as in_memory:
+        cut = {spec.piece.whole.name for unit in in_memory.plan.units for spec in unit.unit.parameters if spec.piece}
+        train(in_memory)
+        states = in_memory.optimizer.state_dict()["state"]
+        losses, weights = train(in_memory)
+    with OffloadEngine(make(), nvme_path=tmp_path, host_memory=least, **options) as on_nvme:
+        train(on_nvme)
+        assert on_nvme.plan.nvme_bytes["states"] > 0
+        on_nvme.save_checkpoint(tmp_path / "saved")
+    with OffloadEngine(make(), nvme_path=tmp_path, host_memory=2 * least, **options) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        loaded = engine.optimizer.state_dict()["state"]
+        again, after = train(engine)
+    assert cut == {"embed.weight", "head.weight"}
+    assert again == losses
+    assert all(torch.equal(value, after[name]) for name, value in weights.items())
+    assert states[0]["exp_avg"].shape == (20_011, 32) or "int8" in options.values()
+    assert all(torch.equal(value, loaded[index][name]) for index in states for name, value in states[index].items())
+
+
+def test_buffers_of_whole_parameters_are_fewer_where_memory_is_short(tmp_path: Path):
+    with tight(make_model(), tmp_path, optimizer="lamb") as engine:
+        assert engine.plan.staging.num_tile_buffers == 3
+    with tight(make_model(), tmp_path, optimizer="adamw") as engine:
+        assert engine.plan.staging.num_tile_buffers == 6
+
+
 def test_muon_and_adam_mini_keep_fewer_bytes_than_adamw_and_codes_fewer_still():
     nbytes = {}
     for optimizer, moments in (

@@ -359,7 +359,6 @@ def moved_bytes(engine: OffloadEngine) -> tuple[int, int]:
     """Bytes that were read from the store so far, and written to it."""
     engine.synchronize()
     tiers = engine._session.parts.tiers
-    tiers.host.drain()
     if tiers.store is None:
         return 0, 0
     moved = tiers.store.statistics()

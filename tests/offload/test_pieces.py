@@ -128,11 +128,11 @@ def assert_same(one: Numbers, other: Numbers) -> None:
 
 
 def pieces_of(model: nn.Module) -> list[str]:
-    return [unit.name for unit in find_units(model, in_pieces=True) if unit.parameters[0].piece is not None]
+    return [unit.name for unit in find_units(model, whole=()) if unit.parameters[0].piece is not None]
 
 
 def test_what_is_much_larger_than_the_other_units_is_cut_evenly():
-    units = {unit.name: unit for unit in find_units(Huge(), in_pieces=True)}
+    units = {unit.name: unit for unit in find_units(Huge(), whole=())}
     assert pieces_of(Huge()) == [
         f"{name}[{start}:{stop}]"
         for name in ("embed", "head")

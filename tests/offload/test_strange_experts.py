@@ -63,4 +63,4 @@ def test_training_has_the_numbers_of_the_plain_program_in_ram_and_at_the_least_b
 
 @pytest.mark.parametrize(("name", "number"), [("by name", COUNT), ("named by a class", 2 * COUNT), ("soft", COUNT)])
 def test_experts_in_a_dictionary_and_those_that_a_class_names_are_units(name: str, number: int) -> None:
-    assert sum(unit.experts is not None for unit in find_units(built(name), in_pieces=True)) == number
+    assert sum(unit.experts is not None for unit in find_units(built(name), whole=())) == number

@@ -52,6 +52,17 @@ def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("optimizer", ["lamb", "muon"])
+def test_the_engine_and_plain_pytorch_train_with_the_optimizer(optimizer: str, tmp_path: Path):
+    request = {
+        "shape": asdict(Shape.parse("2x64", 2, 16)), "optimizer": optimizer, "clipping": 1.0, "precision": "fp32",
+        "device": "cpu", "device_memory": "auto", "io_backend": "auto", "host_memory": "1GiB",
+        "nvme_path": str(tmp_path),
+    }  # fmt: skip
+    plain, engine = (Turns(None).take({**request, "system": name}, 0, 8)["losses"] for name in ("in_memory", "engine"))
+    assert plain == pytest.approx(engine, rel=1e-6)
+
+
 def test_another_installation_is_imported_in_place_of_this_one(tmp_path: Path):
     other = tmp_path / "other" / "offload"
     other.mkdir(parents=True)
