@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import cache, partial
 from operator import length_hint
 from types import GeneratorType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,10 +28,13 @@ PLAIN = frozenset({int, float, str, bool, bytes, type(None), torch.dtype, torch.
 """Classes of values that never move."""
 
 
-@cache
-def slots_of(kind: Hashable) -> tuple[str, ...]:
+def slots_of(kind: type) -> tuple[str, ...]:
     """Names of the slots of a class of the program's."""
-    assert isinstance(kind, type)
+    return _slots_of(cast("Hashable", kind))
+
+
+@cache
+def _slots_of(kind: Any) -> tuple[str, ...]:
     if kind.__module__.split(".")[0] in ("builtins", "torch", "numpy"):
         return ()
     names = (name for cls in kind.__mro__ for name in _as_tuple(vars(cls).get("__slots__", ())))
