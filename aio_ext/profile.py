@@ -62,11 +62,12 @@ def file_system(path: str | Path) -> str:
     best = ("", "unknown")
     for line in mounts:
         left, _, right = line.partition(" - ")
-        mount_point = left.split()[4].encode().decode("unicode_escape")
-        covers = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
+        _, _, number, _, shown, *_ = left.split()
         # The device settles it; file systems that show files under other devices (btrfs, overlay) go by the path.
-        if left.split()[2] == wanted:
+        if number == wanted:
             return right.split()[0]
+        mount_point = shown.encode().decode("unicode_escape")
+        covers = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
         if covers and len(mount_point) > len(best[0]):
             best = (mount_point, right.split()[0])
     return best[1]
@@ -80,7 +81,8 @@ def load_profile(*paths: str | Path) -> IoProfile | None:
     queue. See :func:`missing_profile` for the reason of a None. Raises ``OSError`` for a path that is not there.
     """
     stored = _FILE.entries()
-    found = {file_system_key(path): _find(path, stored) for path in paths}
+    of_file_systems = {file_system_key(path): path for path in paths}
+    found = {key: _find(path, stored.get(key)) for key, path in of_file_systems.items()}
     profiles = [profile for profile in found.values() if isinstance(profile, IoProfile)]
     if not profiles or len(profiles) < len(found):
         return None
@@ -96,7 +98,7 @@ def load_profile(*paths: str | Path) -> IoProfile | None:
 def missing_profile(path: str | Path) -> str:
     """Reason why :func:`load_profile` finds nothing for ``path``, and the fix, in a sentence; empty if it finds
     something."""
-    found = _find(path, _FILE.entries())
+    found = _find(path, _FILE.entries().get(file_system_key(path)))
     return "" if isinstance(found, IoProfile) else f"{found}; `offload bench {path}` measures it"
 
 
@@ -105,9 +107,8 @@ def save_profile(path: str | Path, profile: IoProfile) -> Path:
     return _FILE.add({file_system_key(path): {"linux": _linux(), "path": str(path), **asdict(profile)}})
 
 
-def _find(path: str | Path, stored: dict[str, Any]) -> IoProfile | str:
-    """The profile, or why there is none."""
-    entry = stored.get(file_system_key(path))
+def _find(path: str | Path, entry: dict[str, Any] | None) -> IoProfile | str:
+    """The profile that ``entry`` of the file is, or why there is none."""
     if entry is None:
         return f"{path} has no I/O profile"
     try:

@@ -217,16 +217,17 @@ class OffloadConfig:
         and of a budget that bounds nothing.
         Raises ``ConfigError`` if "auto" finds a dtype in which nothing is trained, or a parameter has no shape yet.
         """
-        for name, parameter in model.named_parameters():
+        named = dict(model.named_parameters())
+        for name, parameter in named.items():
             if is_lazy(parameter):
                 raise ConfigError(f"parameter {name} has no shape yet: run a batch through the lazy model first")
-        parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+        parameters = [parameter for parameter in named.values() if parameter.is_floating_point()]
         numel: Counter[torch.dtype] = Counter()
         for parameter in parameters:
             numel[parameter.dtype] += parameter.numel()
         config = self
         if self.precision == "auto":
-            wide = next((n for n, p in model.named_parameters() if p.dtype == torch.float64), None)
+            wide = next((name for name, parameter in named.items() if parameter.dtype == torch.float64), None)
             if wide is not None:
                 raise ConfigError(
                     f'precision: "auto" takes the dtype that the model has, and parameter {wide} is torch.float64, in '

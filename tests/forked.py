@@ -10,6 +10,7 @@ All workers of pytest-xdist share the process that forks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gc
 import importlib
@@ -26,12 +27,17 @@ import types
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 TIMEOUT_S = 300.0
 """A program that takes longer is killed."""
 INTERPRETER = str(Path(__file__).with_name("forked_python"))
 """With the environment of ``children()``, an interpreter that forks. It knows a script, ``-c`` and ``-m``."""
+_NAMESPACES = ("/proc/self/ns/user", "/proc/self/ns/mnt")
+"""What a process sees by: a mount needs the rights of its user namespace."""
 
 
 class Program:
@@ -123,6 +129,13 @@ def children() -> dict[str, str]:
     return {"FORKED_SERVER": _server(), "FORKED_PYTHON": sys.executable}
 
 
+def fork_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreters that this process itself begins by ``sys.executable`` be forked, for one test."""
+    for name, value in children().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", INTERPRETER)
+
+
 def import_ahead(*modules: str) -> None:
     """All programs from now on have these imported, too, but for those that are not installed."""
     connection = _connection(_server())
@@ -149,9 +162,12 @@ def _request(text: str, arguments: Iterable[str], environment: dict[str, str]) -
 
 
 def _ask(name: str, request: dict[str, Any], *descriptors: int) -> tuple[socket.socket, int, int]:
-    """A connection over which the status comes when the program ends, the id of its process, and a pidfd of it."""
+    """A connection over which the status comes when the program ends, the id of its process, and a pidfd of it. It
+    sees the mounts that this process does."""
     connection = _connection(name)
-    socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
+    with contextlib.ExitStack() as closing:
+        namespaces = [closing.enter_context(Path(file).open()).fileno() for file in _NAMESPACES]
+        socket.send_fds(connection, [json.dumps(request).encode()], [*descriptors, *namespaces])
     process, pidfds, _, _ = socket.recv_fds(connection, 64, 1)
     return connection, int(process), pidfds[0]
 
@@ -210,7 +226,7 @@ def _serve(listener: socket.socket, tests: int) -> dict[str, Any]:
                     connection.send(str(status).encode())
                 continue
             connection, _ = listener.accept()
-            data, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+            data, files, _, _ = socket.recv_fds(connection, 1 << 20, 3 + len(_NAMESPACES))
             request: dict[str, Any] = json.loads(data)
             if "modules" in request:
                 for module in request["modules"]:
@@ -222,8 +238,11 @@ def _serve(listener: socket.socket, tests: int) -> dict[str, Any]:
                 continue
             process = os.fork()
             if process == 0:
-                for descriptor, own in zip(files, range(3), strict=True):
-                    os.dup2(descriptor, own)
+                for own in range(3):
+                    os.dup2(files[own], own)
+                for descriptor, file in zip(files[3:], _NAMESPACES, strict=True):
+                    _enter(descriptor, file)
+                for descriptor in files:
                     os.close(descriptor)
                 listener.close(), connection.close(), selector.close(), os.close(over)
                 return request
@@ -234,6 +253,13 @@ def _serve(listener: socket.socket, tests: int) -> dict[str, Any]:
             running[process] = connection
             selector.register(pidfd, selectors.EVENT_READ, process)
             selector.register(connection, selectors.EVENT_READ, process)
+
+
+def _enter(namespace: int, own: str) -> None:
+    """Be in this namespace, if it is another one than the ``own``. ``os.setns`` is there from Python 3.12 on."""
+    is_own = os.path.samestat(os.fstat(namespace), Path(own).stat())
+    if not is_own and ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), own)
 
 
 def _run_forked(listener: socket.socket, tests: int) -> None:

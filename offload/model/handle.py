@@ -392,9 +392,11 @@ def make_handle(
 ) -> nn.Parameter:
     """A parameter that is stored in the engine."""
     meta = torch.empty(shape, dtype=dtype, device="meta")
-    handle = nn.Parameter(kind(backing, meta, device), requires_grad=requires_grad)  # type: ignore[arg-type]
-    handle._is_managed, handle._is_alias = True, False  # type: ignore[attr-defined]
-    return handle
+    handle = kind(backing, meta, device)
+    with itself():
+        handle.requires_grad_(requires_grad)
+    handle._is_param, handle._is_managed = True, True  # not by nn.Parameter(...), which makes a second one of it
+    return handle  # type: ignore[return-value]
 
 
 def value_of(item: Any) -> Any:

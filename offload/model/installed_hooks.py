@@ -14,7 +14,7 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.model.outside_of_graphs import outside_of_graphs
 from offload.model.unit_in_model import UnitInModel
-from offload.torch_internals import same_number
+from offload.torch_internals import itself, same_number
 from offload.units import ParameterSpec, UnitSpec
 
 
@@ -103,8 +103,9 @@ class InstalledHooks:
 
     def at_gradients(self, parameters: Iterable[nn.Parameter], hook: Callable[[torch.Tensor], None]) -> None:
         """Call ``hook`` when one of these has its gradient."""
-        for parameter in parameters:  # the handle's own method would do both
-            self._removers.append(torch.Tensor.register_post_accumulate_grad_hook(parameter, hook))
+        with itself():  # the handle's own method would do both
+            for parameter in parameters:
+                self._removers.append(torch.Tensor.register_post_accumulate_grad_hook(parameter, hook))
 
     def add(self, hook: Any) -> None:
         """One that stands in the model already, with a ``remove`` of its own."""

@@ -155,8 +155,13 @@ class Placements:
 
     @cached_property
     def _starts(self) -> list[Placement]:
-        """For each staging the placement with nothing resident but what must be, and large units."""
-        starts = [self._empty(staging) for staging in self._stagings]
+        """For each staging the placement with nothing resident but what must be, and large units. Of tiles of several
+        sizes that cut all units alike, as those of a small model do, the largest stand for all."""
+        distinct: dict[Hashable, Staging] = {}
+        for staging in self._stagings:
+            cut = self._records(staging.tile_bytes).cut
+            distinct.setdefault((staging.num_slots, staging.num_grad_buffers, cut), staging)
+        starts = [*map(self._empty, distinct.values())]
         for start in starts:
             start.keep_large_units()
         return starts

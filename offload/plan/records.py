@@ -61,7 +61,10 @@ class Records:
         self._first_states = 2 * count + np.cumsum(lengths) - lengths
         self._unit_of_tile = np.repeat(np.arange(count), lengths)
         self._tile_counts = _integers(tile.count for tile in flat)
-        tile_grads = _integers(tile.numel for tile in flat) * formats.grads
+        tile_numels = _integers(tile.numel for tile in flat)
+        self.cut = np.stack([self._unit_of_tile, tile_numels, states, self._tile_counts]).tobytes()
+        """Equal where units are cut into the same tiles."""
+        tile_grads = tile_numels * formats.grads
         self._one_grads = tile_grads // self._tile_counts
         self._one_states = states // self._tile_counts
         self._one_of_both = (states + tile_grads) // self._tile_counts

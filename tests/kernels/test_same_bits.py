@@ -101,7 +101,6 @@ def assert_same(ours: list[Any], scalar: list[Any]) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_in_every_format_has_the_bits_of_scalar(

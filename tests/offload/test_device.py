@@ -65,7 +65,6 @@ def _free_gradients_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedStream, "copy", lambda self, target, source: copy(self, target, source.clone()))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "forget",
     [

@@ -312,7 +312,6 @@ def _beside_compute(method: str) -> Callable[[pytest.MonkeyPatch], None]:
     return forget
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "forget",
     [

@@ -46,7 +46,6 @@ def tight(model: nn.Module, folder: Path, **options: Any) -> OffloadEngine:
     return OffloadEngine(model, nvme_path=folder, host_memory=least_budget(model, folder, **options), **options)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}, {"momentum": 0.3, "ns_steps": 3, "weight_decay": 0.0}],

@@ -327,7 +327,6 @@ _SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_schedule
 }
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", _SCHEDULERS)
 def test_every_scheduler_sets_what_it_sets_with_torch(name: str):
     plain = Plain()

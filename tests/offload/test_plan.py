@@ -11,10 +11,11 @@ from torch import nn
 from offload import BudgetError, OffloadConfig
 from offload.optim.choose import choose
 from offload.optim.formats import Formats
+from offload.plan.filling import Placement
 from offload.plan.placement import make_plan
 from offload.plan.plan import Drives, Plan, Tier
 from offload.plan.ranks import plan_ranks
-from offload.plan.records import TRANSFER_BYTES, WAIT_SHARE
+from offload.plan.records import TRANSFER_BYTES, WAIT_SHARE, Records
 from offload.planning import Room, plan_within
 from offload.report.report import Bandwidths
 from offload.tiers.weights.use_order import NEVER, UseOrder
@@ -151,6 +152,34 @@ def random_model(seed: int) -> nn.Module:
     kinds = [nn.Linear(width, draw.choice([1, 2, 4]) * width) for _ in range(draw.randint(1, 3))]
     layers = [nn.Sequential(*deepcopy(kinds)).requires_grad_(draw.random() < 0.8) for _ in range(blocks)]
     return nn.Sequential(nn.Embedding(draw.choice([64, 4096]), width), *layers, nn.Linear(width, 64))
+
+
+def test_tiles_of_sizes_that_cut_all_units_alike_are_weighed_once(monkeypatch):
+    def plans() -> list[str]:
+        found = []
+        for units in units_of:
+            with pytest.raises(BudgetError) as caught:
+                plan_for(units, FP32, 1, 1 << 40)
+            found += [
+                str(plan_for(units, FP32, int(caught.value.needed_bytes * more), 1 << 40)) for more in (1, 1.2, 2)
+            ]
+        return found
+
+    def keep_large_units(placement: Placement) -> None:
+        weighed.append(placement)
+        keep(placement)
+
+    weighed: list[Placement] = []
+    keep = Placement.keep_large_units
+    monkeypatch.setattr(Placement, "keep_large_units", keep_large_units)
+    units_of = [find_units(Tiny(width=16)), find_units(Tiny(width=256))]
+    with pytest.raises(BudgetError):
+        plan_for(units_of[0], FP32, 1, 1 << 40)
+    assert len(weighed) == 4  # two numbers of slots, two of gradient buffers
+    expected = plans()
+    of_distinct = len(weighed)
+    monkeypatch.setattr(Records, "cut", property(lambda records: id(records), lambda *_: None), raising=False)
+    assert plans() == expected and len(weighed) > 2.5 * of_distinct
 
 
 @pytest.mark.one_in(3)

@@ -28,7 +28,10 @@ def test_a_slice(script: str, options: list[str], words: str):
     assert words in found.stdout
 
 
-def test_a_slice_with_directories_that_are_mounted_elsewhere(capfd: pytest.CaptureFixture[str]):
+def test_a_slice_with_directories_that_are_mounted_elsewhere(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    forked.fork_children(monkeypatch)
     options = ["--seed", "12", "--acts", "5", "--mounts", "here"]
     try:
         found = in_own_mounts([sys.executable, "-W", "ignore", str(SCRIPTS / "run_administrator.py"), *options])
@@ -39,7 +42,8 @@ def test_a_slice_with_directories_that_are_mounted_elsewhere(capfd: pytest.Captu
     assert "'mount elsewhere'" in told.out and "acts: nothing was lost" in told.out
 
 
-def test_a_slice_of_full_disks(capfd: pytest.CaptureFixture[str]):
+def test_a_slice_of_full_disks(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    forked.fork_children(monkeypatch)
     options = ["--seed", "4", "--trials", "1", "--program", "1", "--on", "tmpfs", "--mounted"]
     try:
         found = in_own_mounts([sys.executable, "-W", "ignore", str(SCRIPTS / "run_full_disk.py"), *options])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -76,11 +76,9 @@ def test_settings_are_keys_of_deepspeed(system: str) -> None:
 
 def test_rows_of_others_stay_where_a_peer_fails(tmp_path: Path) -> None:
     """Without a GPU torchao's optimizer is refused, or it is not installed."""
-    command = [sys.executable, str(_SCRIPT), "--device", "cpu", "--sizes", "llama:1x64"]
-    command += ["--batches", "1", "--context", "8", "--warm-up", "0", "--steps", "1", "--seconds", "100"]
-    done = subprocess.run(
-        [*command, "--system", "torchao_offload", "engine", "fsdp2"], capture_output=True, text=True, check=False
-    )
+    options = ["--device", "cpu", "--sizes", "llama:1x64", "--batches", "1", "--context", "8", "--warm-up", "0"]
+    options += ["--steps", "1", "--seconds", "100", "--system", "torchao_offload", "engine", "fsdp2"]
+    done = forked.run_script(_SCRIPT, *options, **forked.children())
     missing = _step_peers.missing_module("torchao_offload")
     assert done.returncode == (1 if missing is None else 0), done.stdout + done.stderr
     first = done.stdout.splitlines()[0]
@@ -105,7 +103,7 @@ def test_a_system_that_takes_too_long_is_ended() -> None:
         Turns(None, 0.1).take({"system": "engine"}, 1, 1)
 
 
-def test_of_a_system_that_failed_its_error_is_told() -> None:
+def test_of_a_system_that_failed_its_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """And neither the advice in an error of CUDA nor what NCCL says at exit."""
     text = """a library's warning
 [rank0]: Traceback (most recent call last):
@@ -118,5 +116,6 @@ def test_of_a_system_that_failed_its_error_is_told() -> None:
     assert last_words(io.StringIO(text)) == "torch.AcceleratorError: CUDA error: out of memory"
     assert last_words(io.StringIO("one\nKilled\n\n")) == "Killed"
     assert last_words(io.StringIO("")) == "it ended without a word (out of memory?)"
+    forked.fork_children(monkeypatch)
     with pytest.raises(WorkerFailed, match="KeyError: 'system'"):
         Turns(None).take({"shape": asdict(_SHAPE)}, 1, 1)
