@@ -6,10 +6,17 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 "$venv/bin/python" -m ruff check .
 "$venv/bin/codespell" README.md CHANGELOG.md docs offload aio_ext swapper scripts tests
-"$venv/bin/python" -m mypy
 "$venv/bin/lint-imports"
+types=$(mktemp)
+trap 'kill "$mypy" 2>/dev/null || true; rm -f "$types"' EXIT
+"$venv/bin/python" -m mypy >"$types" 2>&1 & # takes a minute of one core, and tests wait now and then
+mypy=$!
 # More processes than small machines have cores: many tests wait for a disk, for another rank or for a process that they
 # have started.
 # Each has one thread of torch, and those of tests that ask for more wait without spinning.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
-exec "$venv/bin/python" -m pytest --numprocesses 4 --dist worksteal "$@"
+failed=0
+"$venv/bin/python" -m pytest --numprocesses 4 --dist worksteal "$@" || failed=$?
+wait "$mypy" || failed=$?
+cat "$types"
+exit "$failed"

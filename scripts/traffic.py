@@ -98,12 +98,10 @@ def measure(case: Case, budget: int, folder: Path) -> Seen:
         for index in range(WARM):
             case.step(engine, index)
         engine.synchronize()
-        parts.tiers.host.drain()
         counting, before = True, None if store is None else store.statistics()
         for index in range(WARM, WARM + MEASURED):
             case.step(engine, index)
         engine.synchronize()
-        parts.tiers.host.drain()
         counting, after = False, None if store is None else store.statistics()
         plan, (host_bytes, _) = engine.plan, engine._session.memory_bytes()
     for of_steps in (moved, counts, by_unit):

@@ -58,6 +58,7 @@ def step(number: int, loss: float | None = None, *, num_drives: int = 1) -> dict
         "schedule_seconds": 0.0,
         "to_device_seconds": 0.0,
         "to_host_seconds": 0.0,
+        "memory_seconds": 0.0,
         "update_seconds": 0.3,
         "nvme_read_bytes": 5e8 * num_drives,
         "nvme_write_bytes": 4e8 * num_drives,

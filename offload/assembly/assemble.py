@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, cast
@@ -18,7 +18,7 @@ from offload.assembly.forwards import count_forwards
 from offload.assembly.parts import Assembly, HeldGradients, Trained
 from offload.assembly.run_plan import RunPlan
 from offload.assembly.tiers import Tiers, make_tiers, store_bandwidths
-from offload.assembly.updates import Updates, make_updates
+from offload.assembly.updates import Updates, copied_bytes, make_updates
 from offload.birth.birth import Birth
 from offload.birth.loading import Loader
 from offload.checkpoint.checkpoints import Checkpoints
@@ -58,7 +58,7 @@ from offload.progress import Progress
 from offload.ranks.agreement import fact_of
 from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
-from offload.report.report import Bandwidths, ExpertUse, LinkRates
+from offload.report.report import Bandwidths, ExpertUse, LinkRates, MemoryRates
 from offload.report.reporter import Reporter
 from offload.run.forwards import Forwards
 from offload.run.watch import Watch
@@ -179,7 +179,7 @@ class _Assembler:
             tiers.store,
             tiers.files,
             self.config.paths,
-            _copied_bytes(tiers, updates),
+            copied_bytes(tiers, updates),
             lambda: ranks.received_bytes,
             tiers.computing.uses.busy_seconds,
             bandwidths,
@@ -187,6 +187,8 @@ class _Assembler:
             self.activations.scratch,
             self.activations.take_use,
             partial(_expert_use, tiers.host.cache, self.run.plan.formats.weights),
+            lambda: 0 if updates is None else updates.host_side.moved_bytes,
+            next((moving.host_memory for moving in tiers.computing.moving), MemoryRates()),
         )
 
     # What bytes rest in and move by.
@@ -425,19 +427,6 @@ class _Shared:
     @cached_property
     def specs(self) -> Mapping[nn.Parameter, Sequence[ParameterSpec]]:
         return self.of_shards.specs_by_parameter()
-
-
-def _copied_bytes(tiers: Tiers, updates: Updates | None) -> Callable[[], tuple[int, int]]:
-    """Bytes copied to a device and to the host, since the engine was made."""
-
-    def copied() -> tuple[int, int]:
-        to_device, to_host = (0, 0) if updates is None else updates.device_side.copied_bytes
-        for moving in tiers.computing.moving:
-            to_device += moving.level.carrier.source.copied_bytes
-            to_host += moving.transport.copied_bytes
-        return to_device, to_host
-
-    return copied
 
 
 def _expert_use(cache: WeightCache[Any], bytes_each: int) -> ExpertUse:

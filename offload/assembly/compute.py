@@ -20,7 +20,7 @@ from offload.ranks.collectives import Rounds
 from offload.ranks.links import DeviceLinks, Links
 from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
-from offload.report.report import LinkRates
+from offload.report.report import LinkRates, MemoryRates
 from offload.tiers import bandwidth
 from offload.tiers.bounce import Bounce
 from offload.tiers.gradients.exchange import Bucket, ExchangeMemory, GradientExchange
@@ -72,6 +72,8 @@ class Moving:
     transport: GradientTransport
     growth: Growth
     link: LinkRates
+    host_memory: MemoryRates
+    """Of what both ends of the link and updates on the CPU move there."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ class OnDevice:
         base.closers.callback(level.close)
         arrive = level.cache.drop if is_sharded else level.cache.make_permanent  # what is gathered has no home here
         growth = Growth(base.homes, self._homes, base.host, level, arrive, base.gradients, transport, squares)
-        moving = Moving(level, transport, growth, self._measure_link(base))
+        moving = Moving(level, transport, growth, *self._measure(base))
         uses = Uses(run.units, level, self._device_windows(base, parameters), DeviceClock(device), base.meter)
         return Computing(level, uses, sink, level if is_sharded else Unsharded(), (moving,))
 
@@ -293,15 +295,20 @@ class OnDevice:
         base.closers.callback(window.close)
         return window
 
-    def _measure_link(self, base: Base) -> LinkRates:
-        """The bandwidth between host memory and the device, on the memory of the largest unit that crosses it."""
+    def _measure(self, base: Base) -> tuple[LinkRates, MemoryRates]:
+        """The bandwidth between host memory and the device, on the memory of the largest unit that crosses it; and that
+        of host memory, on states that are updated there meanwhile."""
         crossing = [unit for unit in base.run.shards if base.homes[unit.index].weights.tensor is None]
         unit = max(crossing, key=lambda unit: unit.numel, default=None)
         if unit is None:
-            return LinkRates()
+            return LinkRates(), MemoryRates()
         address = base.homes[unit.index].weights.address
         address = base.slots[0].address if address is None else address
-        return bandwidth.measure_link(self._device, self._windows[unit.index], address, unit.numel)
+        window, numel = self._windows[unit.index], unit.numel
+        link = bandwidth.measure_link(self._device, window, address, numel)
+        states = [tile.states for homes in base.homes for tile in homes.tiles]
+        updated = [(home.address, home.nbytes) for home in states if home.address is not None and home.nbytes]
+        return link, bandwidth.measure_memory(self._device, window, address, numel, updated)
 
 
 def _exchange(

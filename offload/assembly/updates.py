@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -35,8 +36,10 @@ class Updates:
     """Updates of units that are resident on a device."""
     device_side: DeviceSide
     """Updates, on a device, of tiles that rest on the host."""
+    host_side: HostSide
+    """Updates by the CPU."""
     cores: CoreBudget
-    """Of the updates on the host."""
+    """Of these."""
 
 
 def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter: Meter, closers: Closers) -> Updates:
@@ -78,7 +81,7 @@ def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter
     pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, host_side, device_side, cores.copy)
     updater = Updater(pipeline, speculative, tiers.homes, tiers.host, tiers.gradients, device_side, failure)
     closers.callback(updater.stop)
-    return Updates(speculative, updater, resident, device_side, cores)
+    return Updates(speculative, updater, resident, device_side, host_side, cores)
 
 
 def _core_budget(run: RunPlan, tiers: Tiers, meter: Meter) -> CoreBudget:
@@ -86,3 +89,16 @@ def _core_budget(run: RunPlan, tiers: Tiers, meter: Meter) -> CoreBudget:
     threads. Among ranks it is the thread of collectives that waits for an update, in compute's stead."""
     others = 1 if tiers.computing.moving else torch.get_num_threads()
     return CoreBudget(run.cores, others, lambda: meter.num_waits > 0 or tiers.host.fence.is_waited_for)
+
+
+def copied_bytes(tiers: Tiers, updates: Updates | None) -> Callable[[], tuple[int, int]]:
+    """Bytes copied to a device and to the host, since the engine was made."""
+
+    def copied() -> tuple[int, int]:
+        to_device, to_host = (0, 0) if updates is None else updates.device_side.copied_bytes
+        for moving in tiers.computing.moving:
+            to_device += moving.level.carrier.source.copied_bytes
+            to_host += moving.transport.copied_bytes
+        return to_device, to_host
+
+    return copied

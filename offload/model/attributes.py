@@ -12,6 +12,7 @@ come in the order of a loop where each micro-batch uses the unit once, and in an
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.model.named import is_of_others, outside_of
+from offload.model.moving import PLAIN, mark_of, slots_of
+from offload.model.named import MISSING, is_of_others, outside_of
 from offload.model.own_writes import bytes_hash
 from offload.model.recompute import RecomputedForward
 from offload.model.unit_in_model import UnitInModel
@@ -33,26 +35,29 @@ _DERIVED = {"_flat_weights", "_flat_weight_refs"}
 before."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Names of what each module has."""
-_OTHERS = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType, RecomputedForward)
+_OTHERS = (torch.Tensor, type, ModuleType, FunctionType, MethodType, RecomputedForward)
 """Types of values whose attributes are not searched."""
 _FUNCTION = "function or hook of a module"
 _ITEMS_MAX = 1000
 """Of a larger container the length alone is compared, and no more objects are searched."""
 _LEVELS = 3
 """Of containers in containers, and of objects in objects."""
+_VALUES_MAX = 20_000
 
 
 @dataclass
-class _Known:
+class Known:
     """What a module or an object has."""
 
     values: list[Any] = field(default_factory=list)
     """Compared by identity."""
-    marks: list[int] = field(default_factory=list)
-    """Lengths, versions, and which parameters are to be trained."""
+    marks: list[Any] = field(default_factory=list)
+    """Lengths, versions, places of what moves, and which parameters are to be trained."""
 
     def add(self, value: Any, levels: int = _LEVELS) -> None:
         self.values.append(value)
+        if type(value) in PLAIN or len(self.values) > _VALUES_MAX:
+            return
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 self.marks.append(_version(value))
@@ -61,8 +66,21 @@ class _Known:
             if levels and len(value) <= _ITEMS_MAX:
                 for item in list(dict.values(value) if isinstance(value, dict) else value):
                     self.add(item, levels - 1)
+        elif (mark := mark_of(value)) is not None:
+            self.marks.append(mark)
 
-    def is_as(self, other: _Known) -> bool:
+    def add_versions(self, module: nn.Module) -> None:
+        """What a module outside of the model has: attributes, and versions of buffers and parameters."""
+        for each in module.modules():
+            for name, value in vars(each).items():
+                if name not in _OF_MODULES:
+                    self.add(value)
+            parameters = [parameter for parameter in each._parameters.values() if parameter is not None]
+            tensors = [*_buffers(each), *parameters]
+            self.values += tensors
+            self.marks += [each.training, *map(_version, tensors)]
+
+    def is_as(self, other: Known) -> bool:
         return (
             self.marks == other.marks
             and len(self.values) == len(other.values)
@@ -91,7 +109,9 @@ class Attributes:
         }
         """Of each module of torch's own in a unit: see [Note: Buffers of torch's own modules]."""
         self._known = {module: self._of(module) for module in seen}
-        self._objects: dict[int, tuple[Any, _Known]] = {}
+        self._objects: dict[int, tuple[Any, Known]] = {}
+        self.of_threads = False
+        """Somebody keeps something for each thread by itself."""
         for known in list(self._known.values()):
             self._find_objects(known.values, _LEVELS)
         self._variables = outside_of(list(seen))
@@ -125,6 +145,10 @@ class Attributes:
             found = found or _FUNCTION
         return found
 
+    def has(self, module: nn.Module) -> bool:
+        """The module is looked at."""
+        return module in self._known
+
     def statistics_changed(self, unit: UnitInModel) -> bool:
         """A module of torch's own in the unit has written to its buffers since this was asked."""
         found = False
@@ -141,7 +165,7 @@ class Attributes:
         tensors = {id(value): value for known in holders for value in known.values if isinstance(value, torch.Tensor)}
         statistics = {id(buffer) for module in self._statistics for buffer in _buffers(module)}
         return {
-            key: bytes_hash(tensor) for key, tensor in tensors.items() if key not in statistics and _has_bytes(tensor)
+            key: bytes_hash(tensor) for key, tensor in tensors.items() if key not in statistics and has_bytes(tensor)
         }
 
     def everything(self) -> Iterator[Any]:
@@ -173,10 +197,10 @@ class Attributes:
             self._inside[own].append(module)
         return any(holds_others) or own is not unit
 
-    def _of(self, module: nn.Module) -> _Known:
+    def _of(self, module: nn.Module) -> Known:
         """Attributes of the module. The engine's parameters and their handles take each other's place: they are left
         out."""
-        known = _Known()
+        known = Known()
         for name, value in module.__dict__.items():
             if name in _OF_MODULES:
                 known.values.append(value)
@@ -195,18 +219,30 @@ class Attributes:
                     known.values.append(parameter)
         return known
 
-    def _of_outside(self) -> _Known:
+    def _of_outside(self) -> Known:
         """What functions and hooks of modules find outside of them."""
-        known = _Known()
+        known = Known()
         for get, _ in self._variables:
             known.add(get())
         return known
 
+    def _find_module(self, module: nn.Module) -> None:
+        """A module that is not in the model."""
+        if module not in self._known and len(self._known) < _ITEMS_MAX + len(self._of_engine):
+            self._around.append(module)
+            self._known[module] = known = self._of(module)
+            self._find_objects(known.values, _LEVELS)
+
     def _find_objects(self, values: Iterable[Any], levels: int) -> None:
         for value in values:
-            if isinstance(value, _OTHERS) or id(value) in self._objects or not hasattr(value, "__dict__"):
+            if isinstance(value, threading.local):
+                self.of_threads = True
+            if isinstance(value, nn.Module):
+                self._find_module(value)
                 continue
-            if is_of_others(value):
+            if type(value) in PLAIN or isinstance(value, _OTHERS) or id(value) in self._objects:
+                continue
+            if is_of_others(value) or not (hasattr(value, "__dict__") or slots_of(type(value))):
                 continue
             if len(self._objects) < _ITEMS_MAX:
                 known = _of_object(value)
@@ -215,10 +251,12 @@ class Attributes:
                     self._find_objects(known.values, levels - 1)
 
 
-def _of_object(item: Any) -> _Known:
-    known = _Known()
-    for value in list(vars(item).values()):
+def _of_object(item: Any) -> Known:
+    known = Known()
+    for value in list(getattr(item, "__dict__", {}).values()):
         known.add(value)
+    for name in slots_of(type(item)):
+        known.add(getattr(item, name, MISSING))
     return known
 
 
@@ -236,7 +274,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _has_bytes(tensor: torch.Tensor) -> bool:
+def has_bytes(tensor: torch.Tensor) -> bool:
     """Bytes that can be hashed, and are no weight's."""
     return (
         type(tensor) is torch.Tensor

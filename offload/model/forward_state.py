@@ -1,16 +1,23 @@
 """The state that a forward finds beside weights and inputs: what a second run of it must find as the first one did.
 
 [Note: Outside of modules] Functions of the modules' classes, and forward hooks on the modules, may count or keep
-something in variables of closures and globals, and in objects that they are bound to. These are as before in a second
-run, too. What others do to them between the runs is their own affair.
+something in variables of closures and globals, in attributes of classes, in modules elsewhere, and in objects that they
+are bound to. These are as before in a second run, too. What others do to them between the runs is their own affair.
+
+[Note: What moves in place] An iterator gives what comes next, and is the same object. Where the first run may move one,
+a copy from before it stands in its place in the second run; a file is set back; an array gets its bytes back. A
+generator cannot be had again.
 """
 
 from __future__ import annotations
 
+import gc
+import io
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -19,11 +26,11 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.model.draws import Generators
-from offload.model.named import Variable, outside_of
+from offload.model.moving import PLAIN, bytes_of, copied, is_iterator, mark_of, place_of, slots_of
+from offload.model.named import MISSING, Variable, is_of_others, outside_of
 from swapper import OffloadError
 
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
-_MISSING = object()
 _CONTAINERS: dict[type, Callable[[Any], Any]] = {
     OrderedDict: lambda container: dict(dict.items(container)),
     dict: lambda container: dict(dict.items(container)),
@@ -35,8 +42,10 @@ _CONTAINERS: dict[type, Callable[[Any], Any]] = {
 ``transformers`` makes modules): the methods are those of the built-in one."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Names of what each module has."""
-_OTHERS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+_OTHERS = (torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 """Types of values whose attributes are not searched."""
+_LEVELS = 3
+"""Of objects in objects."""
 _OBJECTS_MAX = 10_000
 _OUTSIDE_MAX = 1000
 """Items of a container outside of modules: a larger one is not copied before each forward."""
@@ -58,9 +67,11 @@ class State:
         self._unchanged: list[tuple[str, torch.Tensor, int]] = []
         """Their names and versions."""
         self._variables: list[tuple[Variable, Any]] = []
-        """Those outside of modules, each with its value."""
+        """Those outside of modules, slots of objects, and places in files, each with its value."""
         self._outside: set[int] = set()
-        """Containers outside of modules, by their ``id``."""
+        """Containers outside of modules, and of objects in objects, by their ``id``."""
+        self._arrays: list[tuple[memoryview, bytes]] = []
+        self._generator_marks: list[tuple[str, Any, Any]] = []
         modules = list(module.modules())
         for each in modules:
             self._know(vars(each), copied=True)
@@ -69,7 +80,7 @@ class State:
                     if isinstance(value, (*_CONTAINERS,)):  # buffers are in one of them
                         self._know(value, copied=True)
                 elif type(value).__module__.split(".")[0] != "offload":
-                    self._look_into(value, num_levels=1, copied=True)
+                    self._look_into(value, num_levels=_LEVELS, copied=True)
             for parameter in each.parameters(recurse=False):
                 self._known[id(vars(parameter))] = vars(parameter), _copied(vars(parameter))
         for argument in arguments:
@@ -90,6 +101,11 @@ class State:
             elif id(container) not in self._outside:
                 self._unchanged.append((name, tensor, version))
         self._tensors = []
+        for name, generator, mark in self._generator_marks:
+            if mark_of(generator) != mark:
+                raise not_to_be_run_again(self._name, f"goes on in a generator ({name}), which cannot be set back")
+        self._generator_marks = []
+        self._arrays = [(memory, before) for memory, before in self._arrays if memory != before]
         self._generators.compare()
         self._variables = [(variable, before) for variable, before in self._variables if variable[0]() is not before]
         for key in self._outside:  # what the first run left as it was is not this one's to put back
@@ -105,11 +121,14 @@ class State:
         changed = [(container, before) for container, before in self._known.values() if _differ(container, before)]
         now = [(container, _copied(container)) for container, _ in changed]
         variables = [(put, before, get()) for (get, put), before in self._variables]
+        arrays = [(memory, before, memory.tobytes()) for memory, before in self._arrays]
         try:
             for container, before in changed:
                 _restore(container, before)
             for put, before, _ in variables:
                 put(before)
+            for memory, before_bytes, _ in arrays:
+                memory[:] = before_bytes
             with self._generators.rewound():
                 yield
         finally:
@@ -117,15 +136,21 @@ class State:
                 _restore(container, after)
             for put, _, after in variables:
                 put(after)
+            for memory, _, after_bytes in arrays:
+                memory[:] = after_bytes
 
     def _look_outside(self, modules: Sequence[nn.Module]) -> None:
         """Know what functions of the modules' classes, and hooks of their forwards, find outside of modules."""
         inside = set(self._known)
         for variable in outside_of(modules):
-            value = variable[0]()
-            self._variables.append((variable, value))
-            self._look_into(value, num_levels=1, copied=True, items_max=_OUTSIDE_MAX)
-        self._outside = set(self._known) - inside
+            self._know_variable(variable)
+            self._look_into(variable[0](), num_levels=_LEVELS, copied=True, items_max=_OUTSIDE_MAX)
+        self._outside |= set(self._known) - inside
+
+    def _know_variable(self, variable: Variable) -> None:
+        value = variable[0]()
+        again = copied(value) if is_iterator(value) else None
+        self._variables.append((variable, value if again is None else again))
 
     def _know(self, container: Any, *, copied: bool) -> None:
         """``copied``: as it was, with small tensors in it. Others are watched."""
@@ -138,22 +163,77 @@ class State:
                     is_small = copied and value.nbytes <= _COPIED_BYTES
                     values = value.detach().clone() if is_small else None
                     self._tensors.append((container, key, value, version_of(value), values))
+                elif is_iterator(value):
+                    self._know_iterator(container, key, value)
+
+    def _know_iterator(self, container: Any, key: Any, iterator: Any) -> None:
+        again = copied(iterator)
+        if again is None:
+            self._generator_marks.append((str(key), iterator, mark_of(iterator)))
+        else:
+            self._known[id(container)][1][key] = again
 
     def _look_into(self, value: Any, num_levels: int, *, copied: bool = False, items_max: int = _OBJECTS_MAX) -> None:
         """Know the containers in it, and attributes of objects: of objects in objects, too, for so many levels."""
-        self._generators.look_at(value)
-        is_object = not isinstance(value, (*_CONTAINERS, tuple))
-        if is_object and (not num_levels or not hasattr(value, "__dict__") or isinstance(value, _OTHERS)):
+        if type(value) in PLAIN:
             return
-        content = vars(value) if is_object else value
-        if len(content) > items_max:
+        self._generators.look_at(value)
+        if isinstance(value, nn.Module):
+            self._know_module(value)
+            return
+        is_object = not isinstance(value, (*_CONTAINERS, tuple))
+        if is_object and (not num_levels or isinstance(value, _OTHERS) or self._know_moving(value)):
+            return
+        is_deep = is_object and num_levels < _LEVELS
+        if is_deep and is_of_others(value):
+            return
+        content = getattr(value, "__dict__", None) if is_object else value
+        for slot in slots_of(type(value)) if is_object else ():
+            variable = partial(getattr, value, slot, MISSING), partial(_put_slot, value, slot)
+            self._know_variable(variable)
+            self._look_into(variable[0](), num_levels - 1, copied=copied, items_max=items_max)
+        if content is None or len(content) > items_max:
             return
         if not isinstance(content, tuple):
             if id(content) in self._known or len(self._known) > _OBJECTS_MAX:
                 return
             self._know(content, copied=copied)
+            if is_deep:
+                self._outside.add(id(content))
         for item in list(dict.values(content) if isinstance(content, dict) else content):
             self._look_into(item, num_levels - is_object, copied=copied, items_max=items_max)
+
+    def _know_module(self, module: nn.Module) -> None:
+        """A module elsewhere, such as the one around: its own attributes and buffers."""
+        for content in (vars(module), module._buffers):
+            if id(content) not in self._known:
+                self._know(content, copied=True)
+                self._outside.add(id(content))
+
+    def _know_moving(self, value: Any) -> bool:
+        """It is an array, a file, a generator or a view of a mapping, and is known now."""
+        memory = bytes_of(value)
+        if memory is not None:
+            self._arrays.append((memory, memory.tobytes()))
+        elif isinstance(value, io.IOBase):
+            if (variable := place_of(value)) is not None:
+                self._variables.append((variable, variable[0]()))
+        elif isinstance(value, types.GeneratorType):
+            self._generator_marks.append((value.__name__, value, mark_of(value)))
+        elif isinstance(value, types.MappingProxyType):
+            for content in gc.get_referents(value):
+                self._look_into(content, _LEVELS, copied=True, items_max=_OUTSIDE_MAX)
+        else:
+            return is_iterator(value)
+        return True
+
+
+def _put_slot(item: Any, name: str, value: Any) -> None:
+    """Set a slot, of a frozen class as well."""
+    if value is MISSING:
+        object.__delattr__(item, name)
+    else:
+        object.__setattr__(item, name, value)
 
 
 def _is_ordinary(value: Any) -> bool:
@@ -190,7 +270,7 @@ def _differ(container: Any, before: Any) -> bool:
         return True
     if isinstance(container, dict):
         return any(
-            dict.get(container, key, _MISSING) is not value for key, value in before.items() if key not in _DERIVED
+            dict.get(container, key, MISSING) is not value for key, value in before.items() if key not in _DERIVED
         )
     return not all(map(is_, container, before)) if isinstance(container, (list, deque)) else container != before
 

@@ -192,6 +192,8 @@ class Hooks:
         if unit.forward_depth == 0:
             self._begin_forward(unit)
         unit.forward_depth += 1
+        if not torch.compiler.is_compiling():
+            unit.called = module
 
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
         if unit.forward_depth == 0:
@@ -292,7 +294,6 @@ class Hooks:
                 self._release(unit)
 
     def store(self, unit: UnitInModel, writes: Writes) -> None:
-        """Store what ``own_writes`` has found."""
         if self._turns is not None:
             self._turns.changed(unit)
         pass_on(unit, writes, self._listener, self._serial)
@@ -317,8 +318,7 @@ class Hooks:
         call = unit.call
         assert call is not None
         unit.saved_tensors.end(call)
-        self._serial += 1
-        call.end = self._serial
+        self._serial = call.end = self._serial + 1
         try:
             unit.show_handles()
             if not unit.in_backward:

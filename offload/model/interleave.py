@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from offload.model.attributes import Attributes
+from offload.model.body import Body
 from offload.model.draws import generators_among, known_to, random_states
 from offload.model.habits import TOGETHER, Habits
 from offload.model.hook_context import HookContext
@@ -74,6 +75,7 @@ class MicroBatches:
         self._generators = generators_among([*self.attributes.everything(), *known_to(self.function)])
         self._own: MicroBatch
         """The one that computes."""
+        self._body = Body(self.function, self.items, self.attributes.has)
         self._there_may_be_more = True
         self._one_by_one = False
         """Each runs to its end from now on."""
@@ -88,6 +90,8 @@ class MicroBatches:
         self._last_of_unit: dict[UnitInModel, MicroBatch] = {}
         """The same of each unit."""
         self._error: BaseException | None = None
+        self._has_left = False
+        """``surroundings`` are those that a micro-batch has left."""
         self._over = threading.Event()
         """No thread touches anything any more. What is above belongs to the thread that has the turn."""
 
@@ -100,6 +104,8 @@ class MicroBatches:
             self._error = self._error or error
             self._wait_for_end()
             raise
+        if self._has_left:
+            self.surroundings.take_on()
         self._raise_error()
         if self._last_drawer >= 0 and not self.habits.takes_turns:
             self.habits.draws_first = True
@@ -280,9 +286,11 @@ class MicroBatches:
                 before = self.attributes.hashes() if self.first_is_alone else {}
                 with self.surroundings.entered(), in_thread(self):
                     self._call(own)
+                    self._look_at_surroundings(own)
                 self._look_for_draws(own)
                 self._look_for_changes(own)
                 self._look_behind_versions(before)
+                self._look_at_body(own)
             finally:
                 self.hooks.end_calls()
         except Ended:
@@ -364,6 +372,28 @@ class MicroBatches:
         now = self.attributes.hashes() if before else {}
         if any(now.get(key, value) != value for key, value in before.items()):
             self._run_one_by_one("the function writes to a tensor that a module keeps")
+
+    def _look_at_surroundings(self, own: MicroBatch) -> None:
+        """See whether the function leaves other modes, or context variables, than it has found."""
+        left = self.surroundings.left()
+        if left is None:
+            return
+        self._run_one_by_one("the function leaves a mode of torch or a context variable other than it was")
+        for other in self._all:
+            if other is not own and other.stage is not Stage.OVER:
+                self._refuse_order(own, other.index, "leaves a mode of torch or a context variable other than it was")
+        self.surroundings = left
+        self._has_left = True
+
+    def _look_at_body(self, own: MicroBatch) -> None:
+        """See whether the function hands something on to the next micro-batch."""
+        name = self._body.changed()
+        if name is None:
+            return
+        self._run_one_by_one(f"the function reads {name}, and a micro-batch changes it")
+        for other in self._all:
+            if other is not own and other.stage is not Stage.OVER and other.used:
+                self._refuse_order(own, other.index, f"has changed {name}, which the function reads,")
 
     def _random_states(self) -> tuple[Any, ...]:
         return random_states(self.surroundings.device, self._generators)

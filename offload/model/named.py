@@ -5,11 +5,13 @@ A forward, and hooks on modules, may count or keep something there. A variable i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dis import get_instructions
 from functools import cache, partial
 from itertools import chain
 from operator import setitem
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -19,13 +21,20 @@ Variable: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 
 MISSING = object()
 """A variable that has no value."""
-_FIXED = (nn.Module, torch.Tensor, type, ModuleType, FunctionType, MethodType)
+FUNCTIONS = (FunctionType, MethodType)
+_FIXED = (torch.Tensor, type, ModuleType, *FUNCTIONS, BuiltinFunctionType, property, classmethod, staticmethod)
+_LEVELS = 3
+"""Of functions that name functions."""
+_FUNCTIONS_MAX = 300
 _OTHERS = {"offload", "swapper", "aio_ext", "torch", "logging"}
 """Packages whose functions and objects are not searched."""
+_LIBRARIES = _OTHERS | sys.stdlib_module_names | {"numpy"}
+_OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"}
 
 
 def variables_of(function: Any) -> Iterator[Variable]:
-    """Those that a function names, and what it is bound to. Functions of torch's and the engine's have none."""
+    """Those that a function names, and what it is bound to and keeps. Functions of torch's and the engine's have
+    none."""
     if isinstance(function, partial):
         for value in (*function.args, *function.keywords.values()):
             yield _constant(value)
@@ -35,36 +44,64 @@ def variables_of(function: Any) -> Iterator[Variable]:
         function = function.__func__
     if not isinstance(function, FunctionType) or is_of_others(function):
         return
-    for value in function.__defaults__ or ():
+    for value in (vars(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield _constant(value)
     for cell in function.__closure__ or ():
         yield partial(_content, cell), partial(setattr, cell, "cell_contents")
-    for name in _names(function.__code__):
-        if name in function.__globals__:
-            yield partial(function.__globals__.get, name, MISSING), partial(setitem, function.__globals__, name)
+    for name in names_of(function.__code__):
+        yield partial(function.__globals__.get, name, MISSING), partial(setitem, function.__globals__, name)
+
+
+def variables_from(functions: Iterable[Any]) -> list[Variable]:
+    """Those of the functions, and of functions that these name, and so on."""
+    found: list[Variable] = []
+    seen: set[int] = set()
+    level = list(functions)
+    for _ in range(_LEVELS):
+        named = []
+        for function in level:
+            if id(function) in seen or len(seen) > _FUNCTIONS_MAX:
+                continue
+            seen.add(id(function))
+            for variable in variables_of(function):
+                value = variable[0]()
+                if isinstance(value, (*FUNCTIONS, partial)):
+                    named.append(value)
+                else:
+                    found.append(variable)
+        level = [each for each in named if not is_of_library(each)]
+    return found
 
 
 @cache
-def functions_of(kind: type[nn.Module]) -> tuple[FunctionType, ...]:
-    """The functions of a module's class and those that it is derived from, but for torch's."""
-    return tuple(
-        function
-        for cls in kind.__mro__
-        for function in vars(cls).values()
-        if isinstance(function, FunctionType) and not is_of_others(function)
+def _variables_of_kind(kind: type) -> tuple[Variable, ...]:
+    """Those of the functions of a module's class and of the classes that it is derived from, and attributes of these
+    classes; but for torch's."""
+    own = [cls for cls in kind.__mro__ if cls.__module__.split(".")[0] not in {*_OTHERS, "builtins"}]
+    of_classes = [(cls, name) for cls in own for name in vars(cls) if not name.startswith("__")]
+    functions = [vars(cls)[name] for cls, name in of_classes if isinstance(vars(cls)[name], FunctionType)]
+    forwards = [vars(cls)["__call__"] for cls in own if isinstance(vars(cls).get("__call__"), FunctionType)]
+    return (
+        *variables_from([*functions, *forwards]),
+        *((partial(vars(cls).get, name, MISSING), partial(setattr, cls, name)) for cls, name in of_classes),
     )
 
 
 def outside_of(modules: Sequence[nn.Module]) -> list[Variable]:
-    """Variables of the functions of their classes, of forwards that stand in them, and of hooks on their forwards."""
+    """Variables of the functions of their classes, of forwards and functions that stand in them, and of hooks on their
+    forwards; and the attributes of their classes."""
     hooks = (each for module in modules for each in (module._forward_pre_hooks, module._forward_hooks) if each)
     forwards = (vars(module)["forward"] for module in modules if "forward" in vars(module))
+    standing = (
+        value for module in modules for value in vars(module).values() if isinstance(value, (*FUNCTIONS, partial))
+    )
     functions = chain(
-        *(functions_of(kind) for kind in dict.fromkeys(map(type, modules))),
         (getattr(forward, "__wrapped__", forward) for forward in forwards),
+        standing,
         *(each.values() for each in hooks),
     )
-    return [variable for variable in chain(*map(variables_of, functions)) if may_change(variable[0]())]
+    of_kinds = chain(*(_variables_of_kind(kind) for kind in dict.fromkeys(map(type, modules))))
+    return [variable for variable in chain(of_kinds, variables_from(functions)) if may_change(variable[0]())]
 
 
 def is_of_others(item: Any) -> bool:
@@ -75,14 +112,24 @@ def is_of_others(item: Any) -> bool:
 
 def may_change(value: Any) -> bool:
     """A value that a variable is looked at for."""
+    if isinstance(value, nn.Module):
+        return True
     return value is not MISSING and not isinstance(value, _FIXED) and not is_of_others(value)
 
 
 @cache
-def _names(code: CodeType) -> tuple[str, ...]:
+def names_of(code: CodeType) -> tuple[str, ...]:
     """Names of globals, in functions within it, too."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return tuple(dict.fromkeys([*code.co_names, *(name for each in inner for name in _names(each))]))
+    own = [each.argval for each in get_instructions(code) if each.opname in _OF_GLOBALS]
+    return tuple(dict.fromkeys([*own, *(name for each in inner for name in names_of(each))]))
+
+
+def is_of_library(function: Any) -> bool:
+    """It is the standard library's, torch's or the engine's."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(function.__module__).split(".")[0] in _LIBRARIES
 
 
 def _content(cell: CellType) -> Any:

@@ -8,6 +8,9 @@ that afterwards: a second run finds it as the first one did, and leaves it as it
 forward writes to cannot be had again, nor those, or buffers, that somebody changes in place before the second run. What
 reaches others (a backward, hooks, a write to another unit's weights) cannot be done twice.
 
+A shallow copy of the module (``copy.copy``, a replica) has the same attributes, and this one among them. It runs its
+own class's forward, as it is.
+
 [Note: Who recomputes] The outermost call of the unit's own module does. A module without children does not, which would
 save nothing, and neither does one around other units. Where the user's own hooks are in force (a checkpoint,
 ``save_on_cpu``), they decide; so what is recomputed anyway is not recomputed twice.
@@ -77,6 +80,9 @@ class RecomputedForward:
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(_TracedRuns(self).run, *args, use_reentrant=False, **kwargs)
+        called, self.unit.called = self.unit.called, None
+        if called is not None and called is not self.module and vars(called).get("forward") is self:
+            return self._own_of(called)(*args, **kwargs)
         forward = self.__wrapped__
         if not self._is_outermost():
             return forward(*args, **kwargs)

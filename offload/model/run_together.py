@@ -54,6 +54,9 @@ class Together:
         try:
             while not habits.takes_turns and num_at_once != 1:
                 attributes = Attributes(model, hooks.units)
+                if attributes.of_threads:
+                    habits.take_turns("a threading.local keeps something for each thread by itself")
+                    break
                 group = MicroBatches(hooks, function, items, num_at_once, habits, surroundings, attributes)
                 found = _run_group(hooks, group)
                 results += found

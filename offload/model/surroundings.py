@@ -23,6 +23,7 @@ class Surroundings:
     """
 
     def __init__(self, processor: Processor) -> None:
+        self._processor = processor
         self.device = processor.torch_device
         """The device that the model computes on."""
         self._computing = processor.surroundings()
@@ -36,6 +37,32 @@ class Surroundings:
         self._num_threads = torch.get_num_threads()
         self._variables = contextvars.copy_context()
         self.can_be_carried = not others_listen() and self.kept_for_all_threads() is None
+
+    def left(self) -> Surroundings | None:
+        """What the thread that calls this leaves, where it has entered these and changed them; None: it has not."""
+        now = Surroundings(self._processor)
+        kept = ("_grad", "_inference", "_autocast", "_autocast_cache", "_default_device", "_num_threads")
+        is_same = all(getattr(now, name) == getattr(self, name) for name in kept)
+        before = dict(self._variables.items())
+        variables = dict(now._variables.items())
+        if is_same and all(before.get(each, self) is value for each, value in variables.items()):
+            return None
+        return now
+
+    def take_on(self) -> None:
+        """Have the calling thread go on with the modes and variables of these."""
+        for kind, is_enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(kind, is_enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._autocast_cache)
+        torch.set_num_threads(self._num_threads)
+        if torch.get_default_device() != self._default_device:
+            torch.set_default_device(self._default_device)
+        torch.set_grad_enabled(self._grad)
+        now = dict(contextvars.copy_context().items())
+        for variable, value in self._variables.items():
+            if now.get(variable, self) is not value:
+                variable.set(value)
 
     def kept_for_all_threads(self) -> str | None:
         """The reason why micro-batches would find a part of another one's graph: torch keeps it in one place for all

@@ -109,6 +109,7 @@ class UnitInModel:
         "around",
         "begin_address",
         "call",
+        "called",
         "end_address",
         "forward_depth",
         "has_gradients",
@@ -158,6 +159,8 @@ class UnitInModel:
         """Modules of this unit whose forward is running."""
         self.call: Call | None = None
         """The outermost of them; None only before the first."""
+        self.called: nn.Module | None = None
+        """The module whose forward comes next."""
         self.nbytes = window.flat.nbytes
         self.begin_address = self.end_address = 0
         """The memory under its parameters while it is in forward."""

@@ -48,6 +48,10 @@ class Formats:
             grads=config.gradient_dtype.itemsize if training else 0,
         )
 
+    def update_bytes(self, states: int, numel: int) -> int:
+        """Traffic of an update in memory: states and weights are read and written, gradients are read."""
+        return 2 * states + numel * (2 * self.weights + self.grads)
+
     @property
     def identity(self) -> dict[str, str]:
         """The part of ``Rule.identity`` that says in what the master is; empty: in fp32."""

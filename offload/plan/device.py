@@ -134,16 +134,28 @@ class DeviceNeeds:
                 kinds[kind] = kinds.get(kind, 0) + nbytes
         return kinds
 
+    @functools.cached_property
+    def unit_bytes(self) -> list[int]:
+        """Of each unit, if it is resident there."""
+        return [sum(self.of_unit(index).values()) for index in range(len(self.units))]
+
     def saved_per_byte(self, index: int) -> float:
         """Bytes that need not move in a step, for each resident byte on the device.
 
         Over the link, and in host memory at its other end: weights twice, gradients once. In host memory alone: what an
         update reads and writes.
         """
+        return self._saved_per_byte[index]
+
+    @functools.cached_property
+    def _saved_per_byte(self) -> list[float]:
+        return [self._saved_of(index) for index in range(len(self.units))]
+
+    def _saved_of(self, index: int) -> float:
         unit, formats = self.units[index], self.formats
         link = 2 * unit.numel * formats.weights + unit.trainable_numel * formats.weights * bool(formats.grads)
-        update = 2 * self.states[index] + unit.trainable_numel * (2 * formats.weights + formats.grads)
-        return round((2 * link + update * bool(formats.grads)) / max(sum(self.of_unit(index).values()), 1), 3)
+        update = formats.update_bytes(self.states[index], unit.trainable_numel)
+        return round((2 * link + update * bool(formats.grads)) / max(self.unit_bytes[index], 1), 3)
 
     def rank(self, index: int, num_first: int = 0) -> tuple[float, bool, float]:
         """Of a unit among those that may be resident: see ``plan_device``."""
@@ -261,7 +273,7 @@ class _Chosen:
         self.resident: set[int] = set()
         units = needs.units
         self._needs, self._everything = needs, sum(unit.numel for unit in units)
-        self._unit_bytes = [sum(needs.of_unit(unit_index).values()) for unit_index in range(len(units))]
+        self._unit_bytes = needs.unit_bytes
         self._bytes = needs.squares(range(len(units)))  # no choice takes more for them
         self._numel = _Left([unit.numel // unit.count for unit in units])
         self._trained = _Left([unit.trainable_numel // unit.count for unit in units])
@@ -301,5 +313,8 @@ class _Left:
 
     def largest_without(self, index: int) -> int:
         """The largest that would be left; 0 if none were."""
-        left = (self._order[place] for place in range(self._first, len(self._order)))
-        return next((self._values[other] for other in left if other != index and not self._taken[other]), 0)
+        for place in range(self._first, len(self._order)):
+            other = self._order[place]
+            if other != index and not self._taken[other]:
+                return self._values[other]
+        return 0

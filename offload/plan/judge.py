@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offload.plan.moved import UnitBytes, num_tiles, places_of
-from offload.plan.passing import is_tied
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.records import TRANSFER_BYTES
 from offload.play.schedule import Order, UnitWork
@@ -148,7 +147,7 @@ def _work(item: UnitPlan, plan: Plan, drive: _DriveCost, compute_rate: float, re
         sweep=moved.in_memory / _SWEEP,
         spill=drive.write(moved.grads, grads),
         late=drive.read(moved.grads, grads),
-        calls=2 if is_tied(unit) else 1,
+        calls=2 if unit.is_tied else 1,
         returns=returns,
         streamed=item.weights is Tier.NVME,
         eligible=plan.speculative and item.streamed,

@@ -29,7 +29,7 @@ class UnitBytes:
             return cls(0, 0, 0, 0, 0, 0)
         changed, used = plan.routing.changed(unit), plan.routing.used(unit)
         states = sum(tile.nbytes for tile, _ in item.tiles)
-        sweep = 2 * states + unit.trainable_numel * (2 * formats.weights + formats.grads)
+        sweep = formats.update_bytes(states, unit.trainable_numel)
         weights = unit.read_bytes(formats.weights) * (item.weights is on_nvme)
         return cls(
             weights * used,

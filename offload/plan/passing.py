@@ -13,12 +13,7 @@ def returning(units: Sequence[UnitSpec], first_uses: Sequence[float] = ()) -> li
     gets no gradient. ``first_uses``: when a step uses each first; none are known: in this order."""
     uses = first_uses or range(len(units))
     begins = min((use for use, unit in zip(uses, units, strict=True) if unit.trainable_numel), default=float("inf"))
-    return [use >= begins or is_tied(unit) for use, unit in zip(uses, units, strict=True)]
-
-
-def is_tied(unit: UnitSpec) -> bool:
-    """Several modules use a weight of it."""
-    return any(len(spec.owners) > 1 for spec in unit.parameters)
+    return [use >= begins or unit.is_tied for use, unit in zip(uses, units, strict=True)]
 
 
 def lying(
@@ -28,7 +23,7 @@ def lying(
     backward turns to the forward of the next micro-batch. Experts take the slots of what was before them, and a unit
     that backward leaves out takes one at the end of it. A step's end leaves none: updates pass through the slots.
     ``back``: see ``returning``."""
-    passing = [index for index in streamed if not is_tied(units[index])]
+    passing = [index for index in streamed if not units[index].is_tied]
     at_end = takewhile(lambda index: units[index].experts is None, reversed(passing))
     again = [index for index in passing if back[index]]
     at_begin = takewhile(lambda index: units[index].experts is None, again)

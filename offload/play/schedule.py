@@ -21,6 +21,9 @@ _EARLY_SHARES = 4
 """The engine finds out how many units to update during backward. So many shares of them are tried here."""
 
 
+_ROUNDING = 1e-9
+"""Steps that differ by less are as long."""
+
 NOTHING_SHARED = Shares()
 
 
@@ -111,7 +114,7 @@ def step_seconds(works: Sequence[UnitWork], places: Places, steps: Steps, shares
     """Seconds of a step among others."""
     program = _Program(works, replace(places, slots=max(places.slots, 2), windows=max(places.windows, 2)), steps)
     last = [program.step() for _ in range(_STEPS)]
-    ends = Played(program.tasks, [*program.rows, program.pile], shares).ends
+    ends = Played(program.tasks, program.rows, program.pile, shares).ends
     return ends[last[-1]] - ends[last[-2]]
 
 
@@ -134,8 +137,8 @@ class Order:
         for speculative in self._choices():
             steps = Steps(speculative, self.micro_batches, self.settle)
             before, best = best, min(best, step_seconds(self.works, self.places, steps, self.shares))
-            if best == before or best <= least:
-                break  # fewer make it slower, or there is nothing to gain
+            if best >= before * (1 - _ROUNDING) or best <= least * (1 + _ROUNDING):
+                break  # fewer make it no faster, or there is nothing to gain
         return best
 
     def _choices(self) -> list[frozenset[int]]:
@@ -203,7 +206,7 @@ class _Program:
 
     def __init__(self, works: Sequence[UnitWork], places: Places, steps: Steps) -> None:
         self.tasks: list[Task] = []
-        self.rows = [Row() for _ in range(5)]
+        self.rows: list[Row] = [deque() for _ in range(5)]
         self.pile = Pile()
         self._works, self._places, self._steps = works, places, steps
         self._streamed = [index for index, work in enumerate(works) if work.streamed]

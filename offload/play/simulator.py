@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import itemgetter
@@ -26,10 +26,7 @@ _ROUNDING = 1e-12
 
 
 _COMPUTE, _DRIVE, _SWEEP, _LINK, _NETWORK, _BACK = range(6)
-"""Parts of a machine."""
-
-_PHASES = (_DRIVE, _SWEEP), (_LINK,), (_NETWORK,), (_BACK,)
-"""Parts that a job takes at once, one phase after the other."""
+"""Parts of a machine. A job takes the drive and the kernel at once, and then the others, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -61,32 +58,14 @@ class Job:
     beside: float = 0.0
     certain: int = -1
     is_over: bool = False
-    phase: int = 0
-    """The next of ``_PHASES``."""
+    part: int = _COMPUTE
+    """The one that was asked last to do it."""
     num_open: int = 0
-    """Parts that are at it, or will be before its next phase."""
-
-    def seconds_of(self, part: int) -> float:
-        return (0.0, self.drive, self.sweep, self.link, self.network, self.back)[part]
+    """Parts that are at it, or will be before the next one is asked."""
 
 
-class Row:
-    """Jobs that begin in the order in which they are asked for."""
-
-    def __init__(self, jobs: Iterable[Job] = ()) -> None:
-        self._jobs = deque(jobs)
-
-    def append(self, job: Job) -> None:
-        self._jobs.append(job)
-
-    def take(self, num_ends: int, lanes: Lanes) -> Job | None:
-        """Take the first job if it can begin when so many tasks are over."""
-        if not self._jobs:
-            return None
-        job = self._jobs[0]
-        if job.after >= num_ends or (job.needs is not None and not job.needs.is_over) or (lanes[_DRIVE] and job.drive):
-            return None
-        return self._jobs.popleft()
+Row = deque[Job]
+"""Jobs that begin in the order in which they are asked for."""
 
 
 class Pile:
@@ -102,10 +81,8 @@ class Pile:
         self._count += 1
         heappush(self._later, (job.after, self._count, need, job))
 
-    def take(self, num_ends: int, lanes: Lanes) -> Job | None:
+    def take(self, num_ends: int) -> Job | None:
         """Take the job that is needed first of those that can begin when so many tasks are over."""
-        if lanes[_SWEEP]:
-            return None
         while self._later and self._later[0][0] < num_ends:
             *_, need, due = heappop(self._later)
             insort(self._due, (need, due), key=itemgetter(0))
@@ -125,44 +102,50 @@ class Task:
     waits_for: list[Job] = field(default_factory=list)
 
 
-Lanes = tuple[deque[tuple[float, Job | Task]], ...]
-"""For each part what it has to do, and for how long; the first is at work."""
-
-
 class Played:
-    """``ends`` are the times at which the tasks are over."""
+    """``ends`` are the times at which the tasks are over. A forecast plays a million ends of tasks and jobs: what is
+    asked at each of them is asked in few calls."""
 
-    def __init__(self, tasks: Sequence[Task], queues: Sequence[Row | Pile], shares: Shares) -> None:
-        """Of the jobs that the ``queues`` have next the first that can begin gets the drive."""
+    def __init__(self, tasks: Sequence[Task], rows: Sequence[Row], pile: Pile, shares: Shares) -> None:
+        """Of the jobs that come next in the ``rows``, and of those in the ``pile``, the first that can begin gets the
+        drive."""
         self.ends: list[float] = []
-        self._tasks, self._queues = tasks, queues
+        self._tasks, self._rows, self._pile = tasks, rows, pile
         self._now = 0.0
         self._shares = shares.compute, shares.drive, shares.sweep, 0.0, shares.network, 0.0
         self._lost = shares.lost
-        self._speeds: dict[tuple[int, ...], Sequence[float]] = {}
-        """Speeds of the parts that are busy together."""
-        self._lanes: Lanes = tuple(deque() for _ in self._shares)
+        self._lanes: list[deque[tuple[float, Job | Task]]] = [deque() for _ in self._shares]
+        """For each part what it has to do, and for how long; the first is at work."""
         self._left = [0.0] * len(self._lanes)
         """Of what is at work in each."""
+        self._busy = 0
+        """The parts that have something to do, a bit for each."""
+        self._speeds: dict[int, list[tuple[int, float]]] = {}
+        """The parts that are busy together, and their speeds."""
         while len(self.ends) < len(tasks):
-            self._begin()
+            while self._begin_jobs() or self._begin_task():
+                pass
             self._go_on()
 
-    def _begin(self) -> None:
-        """Begin all that can."""
-        while self._begin_job() or self._begin_task():
-            pass
-
-    def _begin_job(self) -> bool:
-        num_ends, lanes = len(self.ends), self._lanes
-        for queue in self._queues:
-            job = queue.take(num_ends, lanes)
-            if job is not None:
-                self._advance(job)
+    def _begin_jobs(self) -> bool:
+        """Begin all jobs that can; True: one was over at once, and others may wait for it."""
+        num_ends, drive = len(self.ends), self._lanes[_DRIVE]
+        for row in self._rows:
+            while row:
+                job = row[0]
+                if job.after >= num_ends or (drive and job.drive) or (job.needs is not None and not job.needs.is_over):
+                    break
+                self._go_to_next_part(row.popleft())
+                if job.is_over:
+                    return True
+        while not self._lanes[_SWEEP] and (first := self._pile.take(num_ends)) is not None:
+            self._go_to_next_part(first)
+            if first.is_over:
                 return True
         return False
 
     def _begin_task(self) -> bool:
+        """Begin the next task if it can; True: it was over at once."""
         if self._lanes[_COMPUTE] or len(self.ends) == len(self._tasks):
             return False
         task = self._tasks[len(self.ends)]
@@ -171,60 +154,70 @@ class Played:
                 return False
         if task.seconds:
             self._ask(_COMPUTE, task.seconds, task)
-        else:
-            self.ends.append(self._now)
+            return False
+        self.ends.append(self._now)
         return True
 
-    def _advance(self, job: Job) -> None:
-        """Begin its next phase, or have it wait for its part."""
-        while job.phase < len(_PHASES):
-            parts = _PHASES[job.phase]
-            job.phase += 1
-            for part in parts:
-                if seconds := job.seconds_of(part):
+    def _go_to_next_part(self, job: Job) -> None:
+        """Have it wait for the next of the parts that it takes; it is over if there is none."""
+        part, job.num_open = job.part, 1
+        if part < _DRIVE and (job.drive or job.sweep):
+            job.num_open = 0
+            for which, seconds in ((_DRIVE, job.drive), (_SWEEP, job.sweep)):
+                if seconds:
                     job.num_open += 1
-                    self._ask(part, seconds, job)
-            if job.num_open:
-                return
-        job.is_over = True
+                    self._ask(which, seconds, job)
+            job.part = _SWEEP
+        elif part < _LINK and job.link:
+            job.part = _LINK
+            self._ask(_LINK, job.link, job)
+        elif part < _NETWORK and job.network:
+            job.part = _NETWORK
+            self._ask(_NETWORK, job.network, job)
+        elif part < _BACK and job.back:
+            job.part = _BACK
+            self._ask(_BACK, job.back, job)
+        else:
+            job.is_over = True
 
     def _ask(self, part: int, seconds: float, work: Job | Task) -> None:
         lane = self._lanes[part]
         if not lane:
             self._left[part] = seconds
+            self._busy |= 1 << part
         lane.append((seconds, work))
 
     def _go_on(self) -> None:
         """Until something is over."""
-        busy = tuple([part for part, lane in enumerate(self._lanes) if lane])
-        if not busy:
+        if not self._busy:
             assert len(self.ends) == len(self._tasks), "tasks and jobs wait for each other"
             return
-        speeds = self._speeds.get(busy)
-        if speeds is None:
-            speeds = self._speeds[busy] = _speeds([self._shares[part] for part in busy], self._lost)
+        at_work = self._speeds.get(self._busy)
+        if at_work is None:
+            parts = [part for part, lane in enumerate(self._lanes) if lane]
+            speeds = _speeds([self._shares[part] for part in parts], self._lost)
+            at_work = self._speeds[self._busy] = list(zip(parts, speeds, strict=True))
         left = self._left
-        seconds = min([left[part] / speed for part, speed in zip(busy, speeds, strict=True)])
+        seconds = min([left[part] / speed for part, speed in at_work])
         self._now += seconds
         rounding = _ROUNDING * self._now
         over = []
-        for part, speed in zip(busy, speeds, strict=True):
-            left[part] -= seconds * speed
-            if left[part] <= rounding:
+        for part, speed in at_work:
+            rest = left[part] = left[part] - seconds * speed
+            if rest <= rounding:
                 lane = self._lanes[part]
                 over.append(lane.popleft()[1])
                 if lane:
                     left[part] = lane[0][0]
+                else:
+                    self._busy &= ~(1 << part)
         for work in over:
-            self._end(work)
-
-    def _end(self, work: Job | Task) -> None:
-        if isinstance(work, Task):
-            self.ends.append(self._now)
-            return
-        work.num_open -= 1
-        if not work.num_open:
-            self._advance(work)
+            if isinstance(work, Task):
+                self.ends.append(self._now)
+                continue
+            work.num_open -= 1
+            if not work.num_open:
+                self._go_to_next_part(work)
 
 
 def _speeds(shares: Sequence[float], lost: float) -> list[float]:

@@ -233,6 +233,11 @@ class _Shapes(TorchDispatchMode):
             return torch.empty(shape, dtype=args[0][0].dtype, device="meta")
         if func is _aten._softmax.default and operands[0].is_meta:
             return torch.empty(operands[0].shape, dtype=torch.float32 if args[2] else operands[0].dtype, device="meta")
+        if func is _aten.topk.default and operands[0].is_meta:
+            shape = list(operands[0].shape)
+            shape[args[2] if len(args) > 2 else -1] = args[1]
+            values = torch.empty(shape, dtype=operands[0].dtype, device="meta")
+            return values, torch.empty(shape, dtype=torch.long, device="meta")
         if func in (_aten.mm.default, _aten.addmm.default) and operands[0].is_meta:
             left, right = operands[-2:]
             return torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device="meta")

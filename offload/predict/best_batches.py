@@ -71,10 +71,12 @@ def _best_of(prediction: Prediction, workload: Workload) -> BestBatch:
     batches = Batches.of(one)
     tried, fastest = {1: one}, 0.0
     for size in _sizes(batches):
+        if size * one.most_tokens_per_second < _WORTH * fastest:
+            break  # its step takes no less than that of one sequence, and smaller ones bring less still
         found = tried[size] = predict(model, machine, workload.of_size(size))
-        if found.fits and found.limit == "compute":  # what waits for other parts waits less in a larger one
-            if _WORTH * found.tokens_per_second < fastest:
-                break  # larger ones bring no more
+        if batches.computing is not None and found.limit == "compute" and _WORTH * found.tokens_per_second < fastest:
+            break  # what waits for other parts waits less in a larger one, and larger ones bring no more
+        if found.most_tokens_per_second > fastest:
             fastest = max(fastest, found.tokens_per_second)
     best = _least_that_is_enough(tried)
     each = workload.batch if workload.together else 1
@@ -83,10 +85,11 @@ def _best_of(prediction: Prediction, workload: Workload) -> BestBatch:
 
 
 def _sizes(batches: Batches) -> list[int]:
-    """Sizes beside one that are tried: powers of two, the least with which compute limits, and the largest."""
+    """Sizes beside one that are tried: powers of two, the least with which compute limits, and the largest. Where
+    compute does not limit the largest comes first: it says how few cannot bring as much."""
     least = batches.computing or 1  # with fewer a step takes as long
     powers = {1 << power for power in range(least.bit_length(), batches.largest.bit_length())}
-    return sorted((powers | {least, batches.largest}) - {0, 1})
+    return sorted((powers | {least, batches.largest}) - {0, 1}, reverse=batches.computing is None)
 
 
 def _least_that_is_enough(tried: dict[int, Prediction]) -> int:

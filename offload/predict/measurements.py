@@ -64,6 +64,7 @@ class Measurements(Unkept):
             pass  # not there, or damaged
         if not self._new:
             self._say(f"measuring this machine, once: it takes a dozen seconds, and is kept in {_FILE.path}")
+        self._say(f"measuring {what}")
         with self._others:
             value = measure()
         self._new[key] = {"taken": datetime.now().isoformat(timespec="seconds"), "value": value}

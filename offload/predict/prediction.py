@@ -98,7 +98,9 @@ class Prediction:
     @functools.cached_property
     def seconds(self) -> float:
         """The step. Its order is played when this is asked for first: a search asks for few of what it weighs."""
-        return math.inf if self.order is None else max(self.bound_seconds, self.order.seconds(self.bound_seconds))
+        if self.order is None:
+            return math.inf
+        return max(self.bound_seconds, self.order.seconds(max(self.bound_seconds, self.schedule_seconds)))
 
     @property
     def shard(self) -> str | None:
@@ -160,8 +162,8 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
         return replace(prediction, shortage=found)
     case, plan = found
     places = places_of(plan)
-    works = works_of(model, machine, workload, case.whole, plan, activations, case.products)
     read, written = nvme_bytes(plan, places, workload, activations)
+    works = works_of(model, machine, workload, case.whole, plan, activations, case.products, read, written)
     links = link_seconds(machine, workload, plan, places, works, read, written)
     received = receiving_seconds(machine, workload, plan, places, case.whole)
     shares = shares_of(machine, plan, works, links, read + written, received)

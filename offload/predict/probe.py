@@ -85,7 +85,7 @@ def probe(
     if paths and drives is None:
         nvme, how = drive_rates(paths, backend, measurements)
     sweep = functools.cache(_Sweep)  # its memory is taken where something is measured
-    update = measurements.of("update", lambda: _Sweep.nbytes / _seconds(sweep(), meet)[0])
+    update = measurements.of("updates of weights", lambda: _Sweep.nbytes / _seconds(sweep(), meet)[0])
     trial = Trial.of(model, workload)
     cores = Cores(**measurements.of(trial.of_blocks, lambda: asdict(core_rates(trial, count, meet, sweep()))))
     if trial.rows:
@@ -108,7 +108,7 @@ def probe(
         nvme=nvme,
         cores=cores,
         update=update,
-        checksum=measurements.of("checksum", lambda: _checksum_rate(meet)),
+        checksum=measurements.of("checksums", lambda: _checksum_rate(meet)),
         unit_seconds=0.0,
         record_seconds=0.0,
         assumptions=tuple(assumptions),

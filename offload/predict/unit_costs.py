@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from offload.plan.moved import UnitBytes, places_of
-from offload.plan.passing import is_tied, lying
+from offload.plan.moved import UnitBytes
+from offload.plan.passing import lying
 from offload.plan.plan import Plan, Tier
 from offload.play.schedule import KeptWork, Places, UnitWork
 from offload.predict.activation_bytes import ActivationBytes
@@ -15,6 +15,7 @@ from offload.predict.cores import Own
 from offload.predict.machine import Machine
 from offload.predict.model import Model
 from offload.predict.workload import Workload
+from offload.report.report import MemoryRates
 from offload.tiers.gradients.wire import WIRES
 from offload.units import UnitSpec
 
@@ -27,20 +28,22 @@ def works_of(
     plan: Plan,
     activations: ActivationBytes,
     products: Callable[[UnitSpec], float],
+    read: int,
+    written: int,
 ) -> list[UnitWork]:
     """The seconds of every unit. ``whole`` are those of which the plan has a rank's shards; ``products`` are FLOP of a
-    unit's update."""
-    formats, network, drive = plan.formats, machine.network, _Drive(machine, plan, workload, activations)
+    unit's update. ``read`` and ``written`` are a step's bytes on NVMe."""
+    formats, network, drive = plan.formats, machine.network, _Drive(machine, read, written)
     compute = compute_seconds(model, machine, workload, whole)
     keeping = _kept(model, machine, whole, activations, drive)
     copying = 0.0 if machine.device.computes else 2 * activations.leaving / machine.update  # each way
-    own = Own(machine, plan)
+    own, host_memory = Own(machine, plan), MemoryRates(machine.update, machine.memory)
     stays = 1.0
     if plan.device.all_bytes:
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
     works: list[UnitWork] = []
     for item, (forward, backward), unit, (share, kept) in zip(plan.units, compute, whole, keeping, strict=True):
-        one, uses = UnitBytes.of(item, plan), 2 if is_tied(unit) else 1
+        one, uses = UnitBytes.of(item, plan), 2 if unit.is_tied else 1
         per_element = 0.0 if item.weights is Tier.DEVICE else formats.weights / machine.device.link
         to_device = item.unit.numel * per_element * plan.routing.used(unit)
         to_host = item.unit.trainable_numel * per_element * plan.routing.changed(unit)
@@ -51,7 +54,7 @@ def works_of(
                 backward=backward + own.backward(item, unit, uses) + share * copying,
                 fetch=drive.seconds(one.weights),
                 update=drive.seconds(one.updated + one.states, one.trained + one.states),
-                sweep=max(one.in_memory / machine.update, (one.in_memory + crossing) / machine.memory)
+                sweep=host_memory.seconds(one.in_memory, crossing)
                 + products(item.unit) / machine.products
                 + own.update(item),
                 spill=drive.seconds(0, one.grads),
@@ -144,12 +147,12 @@ def _brought(places: Places, num_units: int, passes: int, *, backward: bool) -> 
 
 
 class _Drive:
-    """Seconds of reads and writes: alone, less what is saved where both go on at once."""
+    """Seconds of reads and writes: alone, less what is saved where both go on at once. ``read`` and ``written`` are a
+    step's bytes."""
 
-    def __init__(self, machine: Machine, plan: Plan, workload: Workload, activations: ActivationBytes) -> None:
+    def __init__(self, machine: Machine, read: int, written: int) -> None:
         self._nvme, self._overlap = machine.nvme, 1.0
         if self._nvme is not None:
-            read, written = nvme_bytes(plan, places_of(plan), workload, activations)
             alone = self.seconds(read, written)
             self._overlap = self._nvme.seconds(read, written) / alone if alone else 1.0
 

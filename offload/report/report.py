@@ -13,6 +13,7 @@ _LIMITS = {
     "nvme": "NVMe alone takes",
     "to_device": "copying to the device alone takes",
     "to_host": "copying to the host alone takes",
+    "memory": "host memory, which updates and copies share, alone takes",
     "schedule": "forward and then backward, each with its own transfers, take",
 }
 """Limits of a step, in words."""
@@ -81,6 +82,19 @@ class LinkRates:
 
 
 @dataclass(frozen=True)
+class MemoryRates:
+    """Traffic that host memory bears, bytes per second: of updates alone, and of updates and of what crosses a device's
+    link together. ``MemoryRates()`` bounds nothing."""
+
+    updates: float = math.inf
+    shared: float = math.inf
+
+    def seconds(self, update_bytes: float, link_bytes: float) -> float:
+        """Least time for updates that move so many bytes, while so many cross the link."""
+        return max(update_bytes / self.updates, (update_bytes + link_bytes) / self.shared)
+
+
+@dataclass(frozen=True)
 class ExpertUse:
     """Weights of experts, in a step or since the engine was made."""
 
@@ -111,9 +125,11 @@ class Report:
     forward of the model, from the end of the one before it.
 
     Seconds are wall time. ``compute_seconds`` is the time that the training thread did not wait for the engine, or, on
-    a device, how long it worked on units; ``nvme_seconds``, ``to_device_seconds`` and ``to_host_seconds`` are the times
-    that the bytes take at the measured bandwidths. ``bound_seconds`` is the largest of them (``bound_by`` says which),
-    ``efficiency`` its share of the step. ``stall_seconds`` names what the training thread waited for.
+    a device, how long it worked on units. ``nvme_seconds``, ``to_device_seconds`` and ``to_host_seconds`` are the times
+    that the bytes take at the measured bandwidths. ``memory_seconds`` is that of host memory: where a device computes,
+    updates on the CPU share its bandwidth with what crosses the link. ``bound_seconds`` is the largest of them
+    (``bound_by`` says which), ``efficiency`` its share of the step. ``stall_seconds`` names what the training thread
+    waited for.
 
     Where the updates had to wait for the verdict of the last step, since its gradients were clipped, they can overlap
     with forward alone. Then ``schedule_seconds`` counts, too: what forward and backward must take, each by itself, the
@@ -158,6 +174,7 @@ class Report:
     """Factor that the loss was multiplied by: 1 unless ``precision="fp16"``."""
     experts: ExpertUse = ExpertUse()
     """Of a mixture of experts: what tokens were sent to, and what of it was not there."""
+    memory_seconds: float = 0.0
     sequences: int = 0
     """Sequences of a forward without training, each of which gets a token in generation; 0 for a step of training."""
 
@@ -188,6 +205,7 @@ def _lines(report: Report) -> Iterator[str]:
         "NVMe": report.nvme_seconds,
         "to the device": report.to_device_seconds,
         "to the host": report.to_host_seconds,
+        "host memory": report.memory_seconds,
         "updates": report.update_seconds,
     }
     yield f"side by side: {_listed(parts)}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from aio_ext import Statistics
 from offload.report.meter import Meter
-from offload.report.report import ActivationUse, Bandwidths, DriveUse, ExpertUse, LinkRates, Report
+from offload.report.report import ActivationUse, Bandwidths, DriveUse, ExpertUse, LinkRates, MemoryRates, Report
 from swapper import DurableStore, InPlaceFiles, Scratch
 
 
@@ -23,6 +23,7 @@ class _Moment(NamedTuple):
     to_device_bytes: int
     to_host_bytes: int
     received_bytes: int
+    updated_bytes: int
 
     def since(self, start: _Moment) -> _Moment:
         """Difference to an earlier moment."""
@@ -61,6 +62,9 @@ class Reporter:
     """Since the last call."""
     expert_use: Callable[[], ExpertUse] = ExpertUse
     """Since the engine was made."""
+    updated_bytes: Callable[[], int] = int
+    """Bytes that updates on the CPU have moved in host memory since the engine was made."""
+    host_memory: MemoryRates = field(default_factory=MemoryRates)
 
     def __post_init__(self) -> None:
         self._experts = self.expert_use()
@@ -137,6 +141,7 @@ class Reporter:
             loss_scale=loss_scale,
             experts=self._experts.since(before),
             sequences=sequences,
+            memory_seconds=bounds["memory"],
         )
         return self.last
 
@@ -158,6 +163,7 @@ class Reporter:
             "nvme": self._nvme_seconds(spent),
             "to_device": spent.to_device_bytes / self.link.to_device,
             "to_host": spent.to_host_bytes / self.link.to_host,
+            "memory": self.host_memory.seconds(spent.updated_bytes, spent.to_device_bytes + spent.to_host_bytes),
         }
 
     def _nvme_seconds(self, phase: _Moment) -> float:
@@ -186,4 +192,5 @@ class Reporter:
         """Now, when the step has spent this much time."""
         carried = self._carried()
         moved = sum(each.read_bytes for each in carried), sum(each.write_bytes for each in carried)
-        return _Moment(seconds, stalled_seconds, *moved, *self.copied_bytes(), self.received_bytes())
+        passed = *self.copied_bytes(), self.received_bytes(), self.updated_bytes()
+        return _Moment(seconds, stalled_seconds, *moved, *passed)

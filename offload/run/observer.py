@@ -11,7 +11,7 @@ from offload.report.report import Report
 _OF_REPORT = (
     "grad_norm", "loss_scale", "seconds", "bound_seconds", "efficiency", "compute_seconds", "nvme_seconds",
     "schedule_seconds", "to_device_seconds", "to_host_seconds", "update_seconds", "nvme_read_bytes", "nvme_write_bytes",
-    "nvme_write_bytes_total", "to_device_bytes", "to_host_bytes", "network_bytes",
+    "memory_seconds", "nvme_write_bytes_total", "to_device_bytes", "to_host_bytes", "network_bytes",
 )  # fmt: skip
 """Numbers of a report that a record has, too."""
 

@@ -26,6 +26,7 @@ _LIMITS = {
     "schedule": "forward, then backward",
     "to_device": "copies to the device",
     "to_host": "copies to the host",
+    "memory": "host memory",
 }
 """Limits of a step, in words."""
 
@@ -119,6 +120,7 @@ def _limits(run: Run) -> list[tuple[str, float, float]]:
         "forward and then backward": "schedule_seconds",
         "copies to the device": "to_device_seconds",
         "copies to the host": "to_host_seconds",
+        "host memory": "memory_seconds",
         "updates": "update_seconds",
     }
     middles = {label: middle(run.numbers[name]) or 0.0 for label, name in names.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 
 import torch
@@ -12,15 +12,25 @@ import torch
 from aio_ext.measure import mixed_q
 from offload.device.protocol import Device, Event, Stream
 from offload.memory import tensor_at
-from offload.report.report import Bandwidths, LinkRates
+from offload.report.report import Bandwidths, LinkRates, MemoryRates
 from offload.tiers.window import DeviceWindow
 from swapper import DurableStore, Extent, Ticket
 
 _SECONDS = 0.2
-"""Duration of each of the three measurements, unless all records have been moved ``_MOST_PASSES`` times before."""
+"""Duration of each of the three measurements of the store, unless all records have been moved ``_MOST_PASSES`` times
+before."""
 
 _MOST_PASSES = 2
 """A small store is not worn out for a rate that hardly matters there: the records of an adapter, over a frozen base."""
+
+_PIECE_BYTES = 16 << 20
+"""Host memory that is copied, or swept through, at a time while both go on."""
+
+_NUM_FLYING = 4
+"""Copies each way that are asked for meanwhile: a sweep of a piece takes no longer than these."""
+
+_SWEPT_BYTES = 1 << 30
+"""More than caches hold."""
 
 _MOST_Q = 8.0
 """Both at once at full speed; what is more comes of a moment that was slow."""
@@ -75,6 +85,52 @@ def measure_link(device: Device, window: DeviceWindow, address: int, numel: int)
         rates.append(_copy_rate(stream, target, source))
     window.close()
     return LinkRates(*rates)
+
+
+def measure_memory(
+    device: Device, window: DeviceWindow, address: int, numel: int, updated: Sequence[tuple[int, int]]
+) -> MemoryRates:
+    """Sweep through host memory as an update does, which reads and writes, with copies of other memory both ways over
+    the link meanwhile. All memory holds afterwards what it held.
+
+    ``updated`` are addresses and bytes of what is updated there; nothing is measured where there is none.
+    """
+    whole = [tensor_at(start, nbytes // 4, torch.int32) for start, nbytes in updated]
+    words = [piece for tensor in whole for (piece,) in _pieces(tensor)][: _SWEPT_BYTES // _PIECE_BYTES]
+    if not words:
+        return MemoryRates()
+    window.allocate()
+    device.to_device.wait(device.compute.record())
+    device.to_host.wait(device.compute.record())
+    here, there = tensor_at(address, numel, window.dtype), window.target[:numel]
+    ways = [  # one half of the memory each
+        (device.to_device, cycle(_pieces(there[: numel // 2], here[: numel // 2])), deque[tuple[Event, int]]()),
+        (device.to_host, cycle(_pieces(here[numel // 2 :], there[numel // 2 :])), deque[tuple[Event, int]]()),
+    ]
+    for piece in words:
+        piece.bitwise_or_(0)  # its pages are there from now on
+    moved, start = 0, time.perf_counter()
+    for piece in cycle(words):
+        for stream, pairs, flying in ways:
+            while flying and flying[0][0].done():
+                moved += flying.popleft()[1]
+            while len(flying) < _NUM_FLYING:
+                target, source = next(pairs)
+                stream.copy(target, source)
+                flying.append((stream.record(), source.nbytes))
+        piece.bitwise_or_(0)
+        moved += 2 * piece.nbytes
+        if (seconds := time.perf_counter() - start) >= _SECONDS / 2:
+            break
+    for *_, flying in ways:
+        for event, _ in flying:
+            event.wait()
+    window.close()
+    return MemoryRates(shared=moved / seconds)
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(tensor.split(_PIECE_BYTES // tensor.itemsize) for tensor in tensors), strict=True)
 
 
 def _copy_rate(stream: Stream, target: torch.Tensor, source: torch.Tensor) -> float:

@@ -169,6 +169,11 @@ class UnitSpec:
         """The parameters that are trained."""
         return tuple(spec for spec in self.parameters if spec.trainable)
 
+    @cached_property
+    def is_tied(self) -> bool:
+        """Several modules use a weight of it."""
+        return any(len(spec.owners) > 1 for spec in self.parameters)
+
     @property
     def reused(self) -> bool:
         """It is a piece of a weight that the model uses at several places."""

@@ -61,12 +61,15 @@ class HostSide:
         self._meter = meter
         self._lend = lend
         self._took = took
+        self.moved_bytes = 0
+        """Traffic in memory of all tiles, since the engine was made."""
         self._queue = kernels.Queue() if ahead and rule.is_one_kernel else None
         self.num_ahead = _NUM_AHEAD if self._queue is not None else 0
         """Tiles that may wait behind the one at hand."""
 
     def begin(self, update: UnitUpdate, tile: Tile, at: TileBytes) -> HostWork | None:
         """Update a tile. None: it is done; else nothing touches its memory until ``end``."""
+        self.moved_bytes += self._formats.update_bytes(tile.nbytes, tile.numel)
         if self._queue is None:
             start = time.perf_counter()
             apply(self._rule, self._formats, update, tile, at, self.at_once)
@@ -83,6 +86,7 @@ class HostSide:
 
     def update_together(self, tiles: Together) -> None:
         """Update several small tiles, at once."""
+        self.moved_bytes += self._formats.update_bytes(tiles.states_bytes, tiles.numel)
         tiles.apply(self._rule, self._formats, self._meter, self.at_once)
 
     def end(self, work: HostWork) -> None:

@@ -29,6 +29,7 @@ class Together:
     done: Callable[[Sequence[UnitSpec]], None]
     """Called with the units that are updated."""
     numel: int = 0
+    states_bytes: int = 0
     _parts: list[tuple[UnitUpdate, Tile, int, int, int]] = field(default_factory=list)
     """Tiles, and the addresses of the states of each, and of its unit's weights and gradients."""
     _units: list[UnitSpec] = field(default_factory=list)
@@ -42,7 +43,8 @@ class Together:
         states, weights, grads, part = tile.states.address, homes.weights.address, homes.grads, tile.tile
         assert states is not None and weights is not None and grads is not None and grads.address is not None
         self._parts.append((update, part, states, weights, grads.address))
-        self.numel += part.stop - part.start
+        self.numel += part.numel
+        self.states_bytes += part.nbytes
         if tile is homes.tiles[-1]:
             self._units.append(update.unit)
         return self.numel >= GRAIN

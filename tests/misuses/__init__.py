@@ -50,6 +50,8 @@ _FILES = (
     "pasted_loops",
     "pasted_models",
     "pasted_steps",
+    "second_runs",
+    "odd_pairs",
 )
 
 FAMILIES: list[Family] = [import_module(f"misuses.{file}").family for file in _FILES]

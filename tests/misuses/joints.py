@@ -30,9 +30,9 @@ class Run:
         self.joint = joint
 
     def engine(self, model: nn.Module | None = None, **options: Any) -> Any:
-        if self.joint == "recomputed":
+        if "recomputed" in self.joint:
             options = {"activations": "recompute", **options}
-        if self.joint == "over the tiers":
+        if "over the tiers" in self.joint:
             tier = "nvme" if self.place.name == "nvme" else "host"
             options = {"activations": tier, "activation_memory": "4MiB", **options}
         if not self.place.has_engine:
@@ -41,11 +41,11 @@ class Run:
 
     def accumulate(self, engine: Any, items: Any, body: Callable[[Any], Any]) -> list[Any]:
         """The body of a loop over micro-batches, called with each."""
-        return engine.together(items, body) if self.joint == "together" else [body(item) for item in items]
+        return engine.together(items, body) if "together" in self.joint else [body(item) for item in items]
 
     def resume(self, engine: Any, build: Callable[[], nn.Module] = Net, **options: Any) -> Any:
         """The engine, or where a run is saved and goes on elsewhere, another one that has all of it from files."""
-        if self.joint != "resumed" or not self.place.has_engine:
+        if "resumed" not in self.joint or not self.place.has_engine:
             return engine
         engine.save_checkpoint(self.place.folder / "saved")
         engine.close()
@@ -65,6 +65,8 @@ JOINTS = ("plain", "recomputed", "over the tiers", "together", "resumed")
 PLAIN = JOINTS[:3]
 ACCUMULATED = JOINTS[:4]
 RESUMED = (*JOINTS[:3], "resumed")
+PAIRS = ("together, recomputed", "together, over the tiers", "resumed, recomputed")
+"""Two at once."""
 
 
 def program(
@@ -72,10 +74,11 @@ def program(
     title: str,
     joints: tuple[str, ...] = PLAIN,
     refused: dict[str, str] | None = None,
+    differs: dict[str, str] | None = None,
     **options: Any,
 ) -> Callable[[Any], Any]:
     """A decorator: one case for each joint, whose bits are compared. At those that are ``refused`` the engine's error
-    must match a pattern."""
+    must match a pattern; where it ``differs``, the documentation says why."""
 
     def add(body: Callable[[Run], Any]) -> Callable[[Run], Any]:
         for joint in joints:
@@ -83,10 +86,14 @@ def program(
             def case(place: Any, joint: str = joint) -> Any:
                 return body(Run(place, joint))
 
-            case.__name__ = body.__name__ if joint == "plain" else f"{body.__name__}_{joint.replace(' ', '_')}"
+            case.__name__ = (
+                body.__name__ if joint == "plain" else f"{body.__name__}_{joint.replace(',', '').replace(' ', '_')}"
+            )
             told = title if joint == "plain" else f"{title} ({joint})"
             if joint in (refused or {}):
                 family.refused(told, (refused or {})[joint], **options)(case)
+            elif joint in (differs or {}):
+                family.differs(told, (differs or {})[joint], rtol=0.0, atol=0.0, **options)(case)
             else:
                 family.same_bits(told, **options)(case)
         return body

@@ -991,9 +991,9 @@ def together_tied(place):
     return found, values(engine.module)
 
 
-@family.differs(
+@family.said(
     "a recurrent model whose state goes from one call to the next by a variable outside",
-    "a list of the program's own is read by one micro-batch and written by another",
+    "the function reads state, and a micro-batch changes it",
 )
 def together_state_between_calls(place):
     class Recurrent(nn.Module):

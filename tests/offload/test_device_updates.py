@@ -22,6 +22,7 @@ from offload import BudgetError, NonFiniteGradient, OffloadEngine, StorageCorrup
 from offload.optim.formats import Formats
 from offload.optim.rule import TileBytes
 from offload.plan.buffers import tile_parts
+from offload.plan.moved import UnitBytes
 from offload.plan.plan import Tier
 from offload.report.meter import Meter
 from offload.report.report import LinkRates
@@ -210,6 +211,27 @@ def test_the_cpu_updates_alone_without_a_kernel_or_states_to_send(
     with make(SimulatedDevice(link_speed=DEVICE), **options) as engine:
         assert engine.plan.device.updates_bytes == 0 < engine.plan.device.squares_bytes
         assert equal(outcome(engine), expected) and sides["device"] == 0
+
+
+@pytest.mark.parametrize("speed", [CPU, DEVICE])
+def test_the_bound_of_host_memory_counts_updates_on_the_cpu_and_what_crosses_the_link(
+    make: Callable[..., OffloadEngine], speed: float
+) -> None:
+    with make(SimulatedDevice(link_speed=speed)) as engine:
+        moving = engine._session.parts.tiers.computing.moving[0]
+        host_side = engine._session.parts.trained.updates.host_side
+        for tokens, targets in batches(2):
+            before = host_side.moved_bytes
+            engine.backward(loss_of(engine(tokens), targets))
+            engine.step()
+            engine.synchronize()
+        updated = sum(UnitBytes.of(item, engine.plan).in_memory for item in engine.plan.units)
+        moved = host_side.moved_bytes - before
+        assert moved == updated if speed == CPU else 0 < moved < updated  # the device moves the others over the link
+        report = engine.report()
+        crossed = report.to_device_bytes + report.to_host_bytes
+        assert 0 < moving.host_memory.shared < float("inf") and crossed
+        assert report.memory_seconds >= crossed / moving.host_memory.shared
 
 
 TILE, FORMATS = Tile(0, 1000, 10_000), Formats(weights=2, master=2, grads=2)  # 14 kB there, 12 kB back

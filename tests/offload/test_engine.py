@@ -1,5 +1,7 @@
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from tiny import Tiny, batches, least_budget, loss_of, train
 
 from aio_ext.profile import IoProfile, save_profile
 from offload import OffloadEngine, OffloadError
+from offload.update.updater import Updater
 
 
 @pytest.mark.each_value
@@ -129,6 +132,32 @@ def test_the_plan_says_what_a_step_will_take(make_model, tmp_path: Path):
         train(engine, 2)
         assert engine.plan.seconds["compute"] == engine.report().compute_seconds
         assert "compute is known" not in str(engine.plan)
+
+
+def test_synchronize_waits_for_the_last_writes_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go, over, run_step = threading.Event(), [], Updater._run_step
+
+    def end_late(updater: Updater, *arguments: Any) -> None:
+        run_step(updater, *arguments)
+        assert let_go.wait(60)
+        over.append(updater)
+
+    monkeypatch.setattr(Updater, "_run_step", end_late)
+    with OffloadEngine(Tiny(), nvme_path=tmp_path, host_memory=least_budget(Tiny(), tmp_path)) as engine:
+        session = engine._session
+        ((tokens, targets),) = batches(1)
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+        session.wait_for_updates()  # all units are usable
+        assert not over
+        threading.Timer(0.2, let_go.set).start()
+        engine.synchronize()
+        assert over
+        store, cache = session.parts.tiers.store, session.parts.tiers.host.cache
+        assert all(transfer.done() for entry in cache.present for transfer in entry.transfers())
+        moved = store.statistics()
+        session.parts.tiers.host.drain()
+        assert store.statistics().write.bytes == moved.write.bytes
 
 
 class Backwards(Tiny):

@@ -31,7 +31,7 @@ from offload.interrupts import held_back
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.nvrtc import CompilerMissing
 from offload.native_optimizers import SgdCoef
-from offload.report.report import LinkRates
+from offload.report.report import LinkRates, MemoryRates
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedStream
 from offload.tiers import bandwidth
@@ -191,6 +191,7 @@ def test_a_launch_without_a_bound_context_is_found(
     """As by a device guard of torch's, which binds nothing where the GPU is the current one already."""
     monkeypatch.setattr(Context, "_bound", lambda context: contextlib.nullcontext())
     make = make_offloaded(make_model, tmp_path, monkeypatch)
+    monkeypatch.setattr(bandwidth, "measure_memory", lambda *_: MemoryRates())  # its copies would find it first
     with pytest.warns(UserWarning, match="invalid device context"), make(stand.device()) as engine:
         assert "invalid device context" in str(engine.plan)
 

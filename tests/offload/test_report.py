@@ -15,7 +15,7 @@ from torch import nn
 import offload
 from offload import OffloadEngine, Report
 from offload.report.meter import Meter
-from offload.report.report import Bandwidths, DriveUse, ExpertUse, LinkRates
+from offload.report.report import Bandwidths, DriveUse, ExpertUse, LinkRates, MemoryRates
 from offload.report.reporter import Reporter
 from offload.report.trace import Span, Trace
 
@@ -91,6 +91,25 @@ def test_where_updates_had_to_wait_forward_and_backward_have_bounds_of_their_own
     assert reporter.disk_busy == (pytest.approx(2.5 / 3), pytest.approx(1 / 4))
     assert a_step(reporter, meter, store, updates_wait=False).schedule_seconds == 0
     assert waited.drives == (DriveUse("a", 250, 100, 0.0),)
+
+
+def test_updates_and_the_link_share_host_memory() -> None:
+    meter, copied, updated = Clock(), chain([(0, 0)], repeat((300, 100))), chain([0], repeat(1000))
+    reporter = Reporter(
+        meter, None, None, [], lambda: next(copied), int, lambda: 1.0, None, LinkRates(100.0, 100.0),
+        updated_bytes=lambda: next(updated), host_memory=MemoryRates(shared=200.0),
+    )  # fmt: skip
+    meter.now = 10.0
+    report = reporter.report({}, 1, None, 1.0, updates_wait=False)
+    assert (report.to_device_seconds, report.to_host_seconds, report.memory_seconds) == (3.0, 1.0, 7.0)
+    assert (report.bound_by, report.bound_seconds, report.efficiency) == ("memory", 7.0, 0.7)
+    assert "host memory, which updates and copies share, alone takes 7.00 s" in str(report)
+
+
+def test_updates_take_their_own_time_where_the_link_is_idle() -> None:
+    rates = MemoryRates(updates=50.0, shared=100.0)
+    assert rates.seconds(100, 0) == 2.0 and rates.seconds(100, 300) == 4.0
+    assert MemoryRates().seconds(1 << 40, 1 << 40) == 0.0
 
 
 def test_a_report_is_read_by_people(tmp_path: Path):

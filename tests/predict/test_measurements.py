@@ -44,8 +44,9 @@ def ask(value: Any, said: list[str] | None = None, what: str = "speed") -> tuple
 def test_what_was_measured_once_is_kept_for_the_next_plan_which_says_since_when(kept: Path):
     said: list[str] = []
     assert ask([1.5], said) == ([1.5], True)
-    assert len(said) == 1 and "measuring this machine, once" in said[0] and str(kept) in said[0]
-    assert ask([2.5], said) == ([1.5], False) and len(said) == 1
+    assert "measuring this machine, once" in said[0] and str(kept) in said[0]
+    assert said[1:] == ["measuring speed"]
+    assert ask([2.5], said) == ([1.5], False) and len(said) == 2
     assert ask(7, what="another") == (7, True) and ask(8) == ([1.5], False), "others stay"
     with Measurements(said.append) as found:
         assert found.origin is None

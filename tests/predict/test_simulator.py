@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from offload.play.schedule import Places, Steps, UnitWork, step_seconds
-from offload.play.simulator import Job, Played, Row, Shares, Task
+from offload.play.simulator import Job, Pile, Played, Row, Shares, Task
 
 
 def ends(tasks: list[Task], jobs: list[Job], shares: Shares) -> list[float]:
-    return Played(tasks, [Row(jobs)], shares).ends
+    return Played(tasks, [Row(jobs)], Pile(), shares).ends
 
 
 def test_a_transfer_slows_compute_down_by_what_it_takes_of_the_cores():

@@ -1,0 +1,186 @@
+"""Values that move in place, in second runs and among micro-batches."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import warnings
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from offload import ConfigError
+from offload.model.body import Body
+from offload.model.forward_state import State
+from offload.model.moving import copied, mark_of
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: iter([1, 2, 3, 4]),
+        lambda: iter("abcd"),
+        lambda: iter(range(9)),
+        lambda: reversed([1, 2, 3]),
+        lambda: itertools.cycle([1, 2, 3]),
+        lambda: itertools.count(3),
+        lambda: itertools.chain([1, 2], [3, 4]),
+        lambda: itertools.islice(itertools.count(), 9),
+        lambda: zip([1, 2, 3], itertools.count(), strict=False),
+        lambda: enumerate("abc"),
+        lambda: map(abs, [1, 2, 3]),
+    ],
+)
+def test_a_copy_of_an_iterator_gives_what_comes_next_and_leaves_the_iterator_where_it_is(make):
+    iterator, expected = make(), [number for number, _ in zip(make(), range(9), strict=False)]
+    found = []
+    for _ in expected:
+        again = copied(iterator)
+        if again is None:
+            pytest.skip("this Python does not copy it")
+        before = mark_of(iterator)
+        following = next(again)
+        assert mark_of(iterator) == before
+        found.append(next(iterator))
+        assert found[-1] == following
+        assert mark_of(iterator) != before
+    assert found == expected
+
+
+def test_a_generator_is_not_copied_nor_what_it_is_in():
+    generator = (number for number in range(3))
+    assert copied(enumerate(generator)) is None
+    before = mark_of(generator)
+    next(generator)
+    assert mark_of(generator) != before
+
+
+class Slots:
+    __slots__ = ("calls", "late")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def test_a_second_run_finds_iterators_arrays_slots_and_files_as_the_first_did(tmp_path: Path):
+    (tmp_path / "lines").write_text("one\ntwo\nthree\n")
+    with (tmp_path / "lines").open() as file:
+        module = nn.Identity()
+        module.source, module.array, module.raw = iter([1, 2, 3]), np.zeros(2), array.array("i", [0])
+        module.slots, module.file, module.inner = Slots(), file, MappingProxyType({"seen": [0]})
+
+        def forward() -> list[object]:
+            module.array += 1
+            module.raw[0] += 1
+            module.slots.calls += 1
+            module.slots.late = 5
+            module.inner["seen"].append(1)
+            seen = len(module.inner["seen"])
+            return [
+                next(module.source),
+                module.array.tolist(),
+                module.raw[0],
+                module.slots.calls,
+                file.readline(),
+                seen,
+            ]
+
+        state = State(module, [], "block")
+        first = forward()
+        state.compare()
+        with state.before():
+            assert not hasattr(module.slots, "late")
+            assert forward() == first
+        assert forward() == [2, [2.0, 2.0], 2, 2, "two\n", 3]
+
+
+def test_a_forward_that_goes_on_in_a_generator_is_not_run_again():
+    module = nn.Identity()
+    module.source = (number for number in range(9))
+    state = State(module, [], "block")
+    state.compare()
+    next(module.source)
+    state = State(module, [], "block")
+    next(module.source)
+    with pytest.raises(ConfigError, match=r"goes on in a generator.*cannot be set back"):
+        state.compare()
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.scale, self.losses, self.total = 1.0, [], 0.0
+
+    def step(self, number: float) -> float:
+        self.losses.append(number)
+        self.total += number
+        return number * self.scale
+
+    def adapt(self, number: float) -> None:
+        self.scale = number
+
+
+def changed(function, *arguments, items=()) -> str | None:
+    body = Body(function, items, lambda module: False)
+    function(*arguments)
+    return body.changed()
+
+
+def test_of_a_function_counts_what_it_reads_and_moves():
+    hidden, losses, total, table, scale = torch.zeros(2), [], 0.0, {"seen": 0}, np.ones(1)
+
+    def only_writes(number):
+        nonlocal total
+        losses.append(number)
+        total += number
+        table["seen"] = table_key(number)
+        table["seen"] += 1
+
+    def table_key(number):
+        return number * 2
+
+    def reads(number):
+        hidden.data.add_(number * float(hidden.sum() + 1))
+
+    def by_another(number):
+        return reads(number)
+
+    def by_array(number):
+        scale[0] *= 1 + number * scale.sum()
+
+    assert changed(only_writes, 1.0) is None
+    assert changed(reads, 1.0) == "hidden"
+    assert changed(by_another, 1.0) == "hidden"
+    assert changed(by_array, 1.0) == "scale"
+
+
+def test_of_a_method_count_the_attributes_that_it_reads():
+    trainer = Trainer()
+    body = Body(trainer.step, (), lambda module: False)
+    trainer.step(2.0)
+    assert body.changed() is None
+    trainer.adapt(3.0)
+    assert body.changed() == "self.scale"
+
+
+def test_what_the_generator_of_the_items_reads_counts():
+    left = [0.0]
+
+    def items():
+        yield from (left[0] + number for number in range(3))
+
+    def writes(number):
+        left[0] = number
+
+    assert changed(writes, 5.0, items=items()) == "left"
+
+
+def test_a_function_without_source_reads_all_that_it_names():
+    names: dict[str, object] = {"losses": []}
+    exec("def body(number):\n    losses.append(number)", names)  # as in an interpreter
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert changed(names["body"], 1.0) == "losses"
