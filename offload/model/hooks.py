@@ -192,7 +192,7 @@ class Hooks:
         if unit.forward_depth == 0:
             self._begin_forward(unit)
         unit.forward_depth += 1
-        if not torch.compiler.is_compiling():
+        if unit.recomputes and not torch.compiler.is_compiling():
             unit.called = module
 
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:

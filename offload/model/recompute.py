@@ -51,12 +51,12 @@ class RecomputedForward:
         self.is_on = True
         """False: the module's own forward runs once, and what it saves is kept."""
         self.costs = Unmeasured()
-        unit.own_writes.always_looks = True
+        unit.recomputes = unit.own_writes.always_looks = True
         module.forward = self
 
     def remove(self) -> None:
         """Have the module's own ``forward`` stand there again."""
-        self.unit.own_writes.always_looks = False
+        self.unit.recomputes = self.unit.own_writes.always_looks = False
         module = self._module()
         if module is None or vars(module).get("forward") is not self:
             return

@@ -122,6 +122,7 @@ class UnitInModel:
         "own_writes",
         "parameters",
         "reassigned",
+        "recomputes",
         "saved_tensors",
         "sites",
         "spec",
@@ -159,8 +160,10 @@ class UnitInModel:
         """Modules of this unit whose forward is running."""
         self.call: Call | None = None
         """The outermost of them; None only before the first."""
+        self.recomputes = False
+        """Its forward may run a second time, in backward."""
         self.called: nn.Module | None = None
-        """The module whose forward comes next."""
+        """The module whose forward comes next, if it ``recomputes``."""
         self.nbytes = window.flat.nbytes
         self.begin_address = self.end_address = 0
         """The memory under its parameters while it is in forward."""

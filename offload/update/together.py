@@ -43,7 +43,7 @@ class Together:
         states, weights, grads, part = tile.states.address, homes.weights.address, homes.grads, tile.tile
         assert states is not None and weights is not None and grads is not None and grads.address is not None
         self._parts.append((update, part, states, weights, grads.address))
-        self.numel += part.numel
+        self.numel += part.stop - part.start
         self.states_bytes += part.nbytes
         if tile is homes.tiles[-1]:
             self._units.append(update.unit)
