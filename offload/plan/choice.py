@@ -160,7 +160,7 @@ class Placements:
         distinct: dict[Hashable, Staging] = {}
         for staging in self._stagings:
             cut = self._records(staging.tile_bytes).cut
-            distinct.setdefault((staging.num_slots, staging.num_grad_buffers, cut), staging)
+            distinct.setdefault((replace(staging, tile_bytes=0), cut), staging)
         starts = [*map(self._empty, distinct.values())]
         for start in starts:
             start.keep_large_units()

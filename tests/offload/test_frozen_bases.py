@@ -91,7 +91,7 @@ def test_a_step_reads_what_the_plan_says(num_frozen: int, tmp_path: Path, nvme: 
             planned = engine.plan.step_read_bytes
             whole = 2 * engine.plan.in_place_bytes
     assert planned < whole  # the embedding and the first blocks are not read in backward, what lies there neither
-    assert sum(read[2:]) == pytest.approx(count * planned, rel=0.1)  # updates of tiny models race with forward
+    assert 0.9 * planned < sum(read[2:]) / count < (planned + whole) / 2  # updates of tiny models race with forward
 
 
 def test_weights_that_would_have_to_be_cast_are_copied_and_that_is_said(tmp_path: Path, nvme: Path) -> None:
