@@ -43,6 +43,7 @@ _ITEMS_MAX = 1000
 _LEVELS = 3
 """Of containers in containers, and of objects in objects."""
 _VALUES_MAX = 20_000
+"""Of a module or an object: what comes behind them is compared by identity alone."""
 
 
 @dataclass
@@ -114,7 +115,7 @@ class Attributes:
         """Somebody keeps something for each thread by itself."""
         for known in list(self._known.values()):
             self._find_objects(known.values, _LEVELS)
-        self._variables = outside_of(list(seen))
+        self._variables = outside_of(list(seen), {})
         self._outside = self._of_outside()
         self._find_objects(self._outside.values, _LEVELS)
 

@@ -57,7 +57,14 @@ class State:
     """The state that a forward may change beside tensors: attributes of modules and weights, buffers, objects among its
     arguments (a cache), variables and objects outside (see [Note: Outside of modules]), and random generators."""
 
-    def __init__(self, module: nn.Module, arguments: Sequence[Any], name: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: Sequence[Any],
+        name: str,
+        of_kinds: dict[type, tuple[Variable, ...]] | None = None,
+    ) -> None:
+        """``of_kinds`` is where ``outside_of`` keeps what it has found of classes for the next state of the module."""
         self._name = name
         self._generators = Generators()
         self._known: dict[int, tuple[Any, Any]] = {}
@@ -85,7 +92,7 @@ class State:
                 self._known[id(vars(parameter))] = vars(parameter), _copied(vars(parameter))
         for argument in arguments:
             self._look_into(argument, num_levels=_OBJECTS_MAX)
-        self._look_outside(modules)
+        self._look_outside(modules, {} if of_kinds is None else of_kinds)
 
     def compare(self) -> None:
         """The first run is over. Raises ``ConfigError``."""
@@ -139,10 +146,10 @@ class State:
             for memory, _, after_bytes in arrays:
                 memory[:] = after_bytes
 
-    def _look_outside(self, modules: Sequence[nn.Module]) -> None:
+    def _look_outside(self, modules: Sequence[nn.Module], of_kinds: dict[type, tuple[Variable, ...]]) -> None:
         """Know what functions of the modules' classes, and hooks of their forwards, find outside of modules."""
         inside = set(self._known)
-        for variable in outside_of(modules):
+        for variable in outside_of(modules, of_kinds):
             self._know_variable(variable)
             self._look_into(variable[0](), num_levels=_LEVELS, copied=True, items_max=_OUTSIDE_MAX)
         self._outside |= set(self._known) - inside

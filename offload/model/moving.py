@@ -10,11 +10,12 @@ import array
 import ctypes
 import io
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from functools import cache, partial
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from operator import length_hint
 from types import GeneratorType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +31,15 @@ PLAIN = frozenset({int, float, str, bool, bytes, type(None), torch.dtype, torch.
 
 def slots_of(kind: type) -> tuple[str, ...]:
     """Names of the slots of a class of the program's."""
-    return _slots_of(cast("Hashable", kind))
+    if kind not in _slots:
+        _slots[kind] = _find_slots(kind)
+    return _slots[kind]
 
 
-@cache
-def _slots_of(kind: Any) -> tuple[str, ...]:
+_slots: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _find_slots(kind: type) -> tuple[str, ...]:
     if kind.__module__.split(".")[0] in ("builtins", "torch", "numpy"):
         return ()
     names = (name for cls in kind.__mro__ for name in _as_tuple(vars(cls).get("__slots__", ())))
@@ -49,13 +54,17 @@ def bytes_of(value: Any) -> memoryview | None:
     """The memory of an array that is neither large nor one of objects; None: it is none."""
     if not isinstance(value, ARRAYS) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
         return None
-    try:
-        view = memoryview(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
+    view = memoryview(_flat(value) if isinstance(value, np.ndarray) else value)  # type: ignore[arg-type]
     if view.nbytes > BYTES_MAX or not view.nbytes or not view.c_contiguous or view.readonly:
         return None
-    return view.cast("B") if view.format in ("B", "b", "c") or view.shape else None
+    return view.cast("B")
+
+
+def _flat(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The memory of an array, or of the one that it is a part of, as bytes."""
+    while not array.flags.forc and isinstance(array.base, np.ndarray):
+        array = array.base
+    return array.reshape(-1, order="A").view(np.uint8) if array.flags.forc else np.empty(0, np.uint8)
 
 
 def is_iterator(value: Any) -> bool:

@@ -73,7 +73,6 @@ def variables_from(functions: Iterable[Any]) -> list[Variable]:
     return found
 
 
-@cache
 def _variables_of_kind(kind: type) -> tuple[Variable, ...]:
     """Those of the functions of a module's class and of the classes that it is derived from, and attributes of these
     classes; but for torch's."""
@@ -87,9 +86,10 @@ def _variables_of_kind(kind: type) -> tuple[Variable, ...]:
     )
 
 
-def outside_of(modules: Sequence[nn.Module]) -> list[Variable]:
+def outside_of(modules: Sequence[nn.Module], of_kinds: dict[type, tuple[Variable, ...]]) -> list[Variable]:
     """Variables of the functions of their classes, of forwards and functions that stand in them, and of hooks on their
-    forwards; and the attributes of their classes."""
+    forwards; and the attributes of their classes. Those of classes are kept in ``of_kinds``, the caller's own, since
+    they have what closures hold."""
     hooks = (each for module in modules for each in (module._forward_pre_hooks, module._forward_hooks) if each)
     forwards = (vars(module)["forward"] for module in modules if "forward" in vars(module))
     standing = (
@@ -100,8 +100,10 @@ def outside_of(modules: Sequence[nn.Module]) -> list[Variable]:
         standing,
         *(each.values() for each in hooks),
     )
-    of_kinds = chain(*(_variables_of_kind(kind) for kind in dict.fromkeys(map(type, modules))))
-    return [variable for variable in chain(of_kinds, variables_from(functions)) if may_change(variable[0]())]
+    kinds = dict.fromkeys(map(type, modules))
+    of_kinds.update({kind: _variables_of_kind(kind) for kind in kinds if kind not in of_kinds})
+    every = chain(*(of_kinds[kind] for kind in kinds), variables_from(functions))
+    return [variable for variable in every if may_change(variable[0]())]
 
 
 def is_of_others(item: Any) -> bool:

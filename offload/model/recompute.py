@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.model.forward_costs import Unmeasured
 from offload.model.forward_state import State, changed_since, not_to_be_run_again, version_of
+from offload.model.named import Variable
 from offload.model.ran_in import RanIn
 from offload.model.scripted import stopped_in_script
 from offload.model.under_way import in_first_run
@@ -51,6 +52,8 @@ class RecomputedForward:
         self.is_on = True
         """False: the module's own forward runs once, and what it saves is kept."""
         self.costs = Unmeasured()
+        self.of_kinds: dict[type, tuple[Variable, ...]] = {}
+        """Variables of the classes of its modules: see ``outside_of``."""
         unit.recomputes = unit.own_writes.always_looks = True
         module.forward = self
 
@@ -184,7 +187,7 @@ class _RunsOfCall:
             with self._state.before():
                 self._ran_in.run(lambda: self._of.again(forward, self._weights))
             return None
-        state = State(self._of.module, arguments, self._of.unit.spec.name)
+        state = State(self._of.module, arguments, self._of.unit.spec.name, self._of.of_kinds)
         try:
             with (
                 self._of.unit.saved_tensors.above(self._of.unit.spec.name),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import array
+import gc
 import itertools
 import warnings
+import weakref
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
+from tiny import Block, Tiny, batches, loss_of
 from torch import nn
 
-from offload import ConfigError
+from offload import ConfigError, OffloadEngine
 from offload.model.body import Body
 from offload.model.forward_state import State
 from offload.model.moving import copied, mark_of
@@ -184,3 +187,51 @@ def test_a_function_without_source_reads_all_that_it_names():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert changed(names["body"], 1.0) == "losses"
+
+
+@pytest.mark.parametrize(
+    "array_of_zeros",
+    [
+        np.zeros(()),
+        np.zeros((3, 4)).T,
+        np.zeros((4, 4))[::2],
+        np.zeros((4, 4))[:, 1],
+        np.zeros(3, "M8[s]"),
+        np.zeros(2, [("a", "i4"), ("b", "f8")]),
+    ],
+    ids=["no dimensions", "transposed", "rows", "a column", "times", "records"],
+)
+def test_an_array_of_any_layout_moves_and_gets_its_bytes_back(array_of_zeros: np.ndarray):
+    class Keeps(nn.Module):
+        kept = array_of_zeros
+
+    before, state = array_of_zeros.copy(), State(Keeps(), (), "block")
+    mark = mark_of(array_of_zeros)
+    array_of_zeros[...] = np.ones(array_of_zeros.shape, "u1").astype(array_of_zeros.dtype)
+    assert mark_of(array_of_zeros) != mark
+    after = array_of_zeros.copy()
+    state.compare()
+    with state.before():
+        assert np.array_equal(array_of_zeros, before)
+    assert np.array_equal(array_of_zeros, after) and not np.array_equal(before, after)
+
+
+def test_what_a_class_closes_over_goes_with_the_model(tmp_path: Path):
+    def train() -> weakref.ref[torch.Tensor]:
+        table = torch.zeros(32)
+
+        class Local(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) + table
+
+        model = Tiny(width=32)
+        model.blocks[0] = Local(32)
+        with OffloadEngine(model, activations="recompute") as engine:
+            for tokens, targets in batches(2):
+                engine.backward(loss_of(engine(tokens), targets))
+                engine.step()
+        return weakref.ref(table)
+
+    table = train()
+    gc.collect()
+    assert table() is None
