@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from offload.access import ExternalAccess
 from offload.checkpoint import program_end
-from offload.checkpoint.every_rank import on_every_rank
+from offload.checkpoint.every_rank import if_every_rank, on_every_rank
 from offload.checkpoint.native.commit import Committer, Publication
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
@@ -26,7 +27,7 @@ from offload.checkpoint.native.generations import Generations, NoGenerations
 from offload.checkpoint.native.load import Loading
 from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.other_ranks import bring_together, last_run, went_on, what_is_there
-from offload.checkpoint.native.parts import Parts, description_of, own_description
+from offload.checkpoint.native.parts import Parts, description_of, moment_of, own_description
 from offload.checkpoint.native.records import EngineRecords
 from offload.checkpoint.native.run_identity import RunIdentity
 from offload.checkpoint.native.save import save_copy
@@ -80,6 +81,10 @@ class Checkpoints:
         self._ranks = access.ranks
         self._objects: list[Any] = []
         self._identity = RunIdentity()
+        self._moment = ""
+        """Of the commits of this engine: all ranks have the same one, and no other engine has."""
+        if config.durable:
+            self._moment = self._ranks.all_gather_object("the name of commits", secrets.token_hex(8))[0]
         self.is_due = False
         """A step waits for its boundary, to be committed; or the first forward is to warn of what it replaces."""
         self._feed: dict[str, Any] | None = None
@@ -154,7 +159,7 @@ class Checkpoints:
         """Describe what the last step has left, without what came after it; ``updates`` are logged."""
         self._committed_step = self._run.progress.global_step
         feed = self._feed or self._present_feed()
-        description = self._describe(feed, None, self._own_units)
+        description = self._describe(feed, None, self._own_units, self._moment)
         description.run.update(gradients={}, num_backwards=0, has_other_gradients=False)
         return replace(description, updates=tuple(updates)).encode()
 
@@ -191,11 +196,14 @@ class Checkpoints:
         directory.make()
         self._sink.settle()
 
-        def describe(units: SavedUnits) -> Description:
-            return self._describe(feed, client_state, units)
+        def describe(units: SavedUnits) -> bytes:
+            return self._describe(feed, client_state, units, directory.moment).encode()
 
-        if not self.generations.save(directory, lambda: describe(self._own_units), self._ranks):
-            metadata = describe(self._copied_units).encode()
+        def of_all(units: SavedUnits) -> bytes:
+            return if_every_rank(self._ranks, "what a checkpoint says", lambda: describe(units))
+
+        if not self.generations.save(directory, lambda: of_all(self._own_units), self._ranks):
+            metadata = of_all(self._copied_units)
             self._run.wait_for_updates()
             save_copy(self._records, directory, metadata)
             directory.retain(self._config.keep_last, self._config.keep_every)
@@ -343,7 +351,9 @@ class Checkpoints:
         self, description: Description, loading: Loading, take_records: Callable[[], None], where: str
     ) -> Any:
         run = description.run
-        self._ranks.barrier("load_checkpoint", lambda: {"the step": run["step"], "the parameter groups": run["groups"]})
+        step, moment = moment_of(run)
+        facts = {"the step": step, "the checkpoint": moment, "the parameter groups": run["groups"]}
+        self._ranks.barrier("load_checkpoint", lambda: facts)
         self._replace(description.run, take_records, loading.take_gradients, where)
         self._identity.go_on(description.run.get("identity", self._identity.value))
         for item, state in zip(self._objects, description.run["objects"], strict=True):
@@ -374,7 +384,7 @@ class Checkpoints:
         self.saved.note(where)
 
     def _compare(self, description: Description, where: str) -> None:
-        own = self._describe({}, None, self._copied_units, objects=())
+        own = self._describe({}, None, self._copied_units, "", objects=())
         difference = description.first_difference(own)
         groups = [[group["parameters"] for group in it.run["groups"]] for it in (description, own)]
         if difference is None and all(groups) and groups[0] != groups[1]:
@@ -396,6 +406,7 @@ class Checkpoints:
         feed: dict[str, Any],
         client_state: object,
         units: SavedUnits,
+        moment: str,
         objects: Iterable[Any] | None = None,
     ) -> Description:
         own = self._objects if objects is None else objects
@@ -404,6 +415,7 @@ class Checkpoints:
         run = {
             **self._run.get(),
             "identity": self._identity.value,
+            "moment": moment,
             "random": feed.get("random"),
             "objects": [fed[index] if index in fed else states[id(item)] for index, item in enumerate(own)],
             "client_state": client_state,

@@ -30,6 +30,13 @@ def on_every_rank(ranks: Ranks, what: str, call: Callable[[], _Result]) -> list[
     return tell(ranks, what, None, result)
 
 
+def if_every_rank(ranks: Ranks, what: str, call: Callable[[], _Result]) -> _Result:
+    """The same, of a result that is this rank's own."""
+    results: list[_Result] = []
+    on_every_rank(ranks, what, lambda: results.append(call()))
+    return results[0]
+
+
 def tell(ranks: Ranks, what: str, error: BaseException | None, result: Any = None) -> list[Any]:
     """Tell the others of this rank's error or result; the results of all. Raises what another one has met, unless this
     one has an error of its own."""

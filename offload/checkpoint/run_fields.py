@@ -138,6 +138,7 @@ RUN: Kind[dict[str, Any]] = Record(
     },
     {
         "identity": Text(64),
+        "moment": Text(64),
         "shared": _SHARED,
         "buffers": MapOf(_Tensor()),
         "extra": MapOf(ANY),

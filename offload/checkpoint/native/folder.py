@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -133,6 +134,8 @@ class SavingDirectory(CheckpointDirectory):
         super().__init__(path)
         self.tag = f"step{step}" if tag is None else tag
         self.folder(self.tag)
+        self.moment = ""
+        """Names this checkpoint, in the part of each rank, and no other one."""
         self._is_named = tag is not None
         self._step = step
         self._identity = identity
@@ -147,9 +150,11 @@ class SavingDirectory(CheckpointDirectory):
 
     def make(self) -> None:
         """Make the directory, and remove what dead processes left unfinished. Raises ``StoreUnsafe``, and
-        ``ConfigError`` for a tag whose folder is there and is no checkpoint."""
-        self._by_first("save_checkpoint()", self._make)
-        self.tag = self._ranks.all_gather_object("the tag of a checkpoint", self.tag)[0]
+        ``ConfigError`` for a tag whose folder is there and is no checkpoint, ``RankError`` for tags that differ."""
+        self._ranks.barrier("save_checkpoint()", lambda: {"the tag": self.tag})
+        self._by_first("the directory of checkpoints", self._make)
+        own = self.tag, secrets.token_hex(8)
+        self.tag, self.moment = self._ranks.all_gather_object("the tag of a checkpoint", own)[0]
         if not self._ranks.all("is the directory of checkpoints there", self.path.is_dir()):
             raise ConfigError(
                 f"{self.path}: some ranks do not see the directory that the first one has made. Give one on a file "

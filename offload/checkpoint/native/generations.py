@@ -9,7 +9,6 @@ from pathlib import Path
 
 from offload.checkpoint.native.background import BackgroundCopy
 from offload.checkpoint.native.commit import Committer
-from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import SavingDirectory
 from offload.checkpoint.native.linked import LinkedCheckpoints
 from offload.checkpoint.native.logged_updates import LoggedUpdate
@@ -43,7 +42,7 @@ class NoGenerations:
     def wait_for_background(self) -> None:
         """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
 
-    def save(self, directory: SavingDirectory, describe: Callable[[], Description], ranks: Ranks) -> bool:
+    def save(self, directory: SavingDirectory, describe: Callable[[], bytes], ranks: Ranks) -> bool:
         """Save a checkpoint that the store retains. False if it cannot: nothing has changed then."""
         return ranks.all(_HOW, False)
 
@@ -85,13 +84,13 @@ class Generations(NoGenerations):
     def wait_for_background(self) -> None:
         self.background.wait()
 
-    def save(self, directory: SavingDirectory, describe: Callable[[], Description], ranks: Ranks) -> bool:
+    def save(self, directory: SavingDirectory, describe: Callable[[], bytes], ranks: Ranks) -> bool:
         if not ranks.all(_HOW, self.linked.has_room()):
             return False
-        description, config, committer = describe(), self._config, self.committer
+        metadata, config, committer = describe(), self._config, self.committer
         retain = partial(directory.retain, config.keep_last, config.keep_every)
         if ranks.all(_HOW, _share_file_system(directory.path, config.paths[0])):
-            if not self.linked.save(directory, description):
+            if not self.linked.save(directory, metadata):
                 return False
             retain()
             self.linked.release_removed()
@@ -103,7 +102,7 @@ class Generations(NoGenerations):
             committer.reserve()
         except StorageFull:  # nothing can be held: training waits for the copy
             return False
-        self.background.begin(committer.commit_retained(description.encode()), directory, retain)
+        self.background.begin(committer.commit_retained(metadata), directory, retain)
         return True
 
     def finish(self, last: Callable[[], bytes | None], *, give_up: bool) -> None:

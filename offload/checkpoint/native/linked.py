@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from offload.checkpoint.native.commit import Committer
-from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import SavingDirectory
 from swapper import DurableStore
 from swapper.errors import failed
@@ -33,14 +32,14 @@ class LinkedCheckpoints:
         self.release_removed()
         return len(self._committer.store.retained) < self._committer.checkpoints_max
 
-    def save(self, directory: SavingDirectory, description: Description) -> bool:
+    def save(self, directory: SavingDirectory, metadata: bytes) -> bool:
         """Commit, retain and link the generation; False if the file system cannot link, then nothing was saved.
 
         Raises ``StorageFull`` before anything has changed.
         """
         store = self._committer.store
         self._committer.reserve()
-        generation = self._committer.commit_retained(description.encode())
+        generation = self._committer.commit_retained(metadata)
         try:
             with directory.unfinished() as folder:
                 _link(store, folder, directory.path)

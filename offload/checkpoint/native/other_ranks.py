@@ -19,7 +19,7 @@ from typing import Any
 
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.mark import saved_in
-from offload.checkpoint.native.parts import Parts, runs_in_parts
+from offload.checkpoint.native.parts import Parts, moment_of, runs_in_parts
 from offload.tiers.store import run_names
 from swapper import StorageError, generation_metadata, open_store
 from swapper.publication import committed, published
@@ -67,11 +67,11 @@ def last_run(base: Path, own: int, identity: str | None = None) -> Parts | None:
             stores = [part / f"{name}.store" for part in folder]
             with contextlib.suppress(StorageError):
                 runs = [Description.decode(generation_metadata(store), str(store)).run for store in stores]
-                found = [run["step"] for run in runs]
+                found = {moment_of(run) for run in runs}
                 if identity is not None and identity != runs[0].get("identity"):
                     continue
-                if len(set(found)) == 1 and (best is None or found[0] > best[0]):
-                    best = found[0], stores
+                if len(found) == 1 and (best is None or runs[0]["step"] > best[0]):
+                    best = runs[0]["step"], stores
     return None if best is None else Parts(base, best[1])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -70,6 +70,12 @@ def step_of(folder: Path) -> int:
     return steps.pop()
 
 
+def moment_of(run: Mapping[str, Any]) -> tuple[int, str]:
+    """What the state of a ``run`` has in common in all parts of a checkpoint or commit, and with those of no other
+    one. Earlier versions have given the step alone."""
+    return run["step"], run.get("moment", "")
+
+
 class Parts:
     """All parts as one generation; see ``swapper.Generation`` for the methods."""
 
@@ -84,6 +90,9 @@ class Parts:
                 with refusals(f"the description of {part.folder}", StorageCorrupt):
                     check_records(description, part)
                 self._replayed.append(replayed(part, description))
+            if len({moment_of(description.run) for description in self.descriptions}) > 1:
+                steps = [description.run["step"] for description in self.descriptions]
+                raise StorageCorrupt(f"{folder} has parts that were not saved together, of the steps {steps}.")
             self._closers = opening.pop_all()
         self._bases = [0, *accumulate(len(part.extents) for part in self.generations)]
         self.extents: Sequence[Extent] = _Extents(self)
