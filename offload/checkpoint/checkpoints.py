@@ -397,6 +397,13 @@ class Checkpoints:
                 f"{len(self._objects)} are registered: call register_for_checkpointing before load_checkpoint, with "
                 "the same objects in the same order. Nothing has changed"
             )
+        steps, own_steps = description.run.get("accumulation_steps"), self._config.gradient_accumulation_steps
+        if description.run["num_backwards"] and steps not in (None, own_steps):
+            raise ConfigError(
+                f"{where} was saved after {description.run['num_backwards']} of {steps} micro-batches of a step, each "
+                f"of which was divided by {steps}, and gradient_accumulation_steps is {own_steps} here: take {steps}, "
+                "or save after a step. Nothing has changed"
+            )
         self._run.check(description.run)
 
     # What is saved.
@@ -414,6 +421,7 @@ class Checkpoints:
         fed = feed.get("objects", {})
         run = {
             **self._run.get(),
+            "accumulation_steps": self._config.gradient_accumulation_steps,
             "identity": self._identity.value,
             "moment": moment,
             "random": feed.get("random"),

@@ -137,6 +137,7 @@ RUN: Kind[dict[str, Any]] = Record(
         "client_state": ANY,
     },
     {
+        "accumulation_steps": _COUNT,
         "identity": Text(64),
         "moment": Text(64),
         "shared": _SHARED,

@@ -14,7 +14,7 @@ from runs import bits
 from safetensors.torch import load_file
 from torch import nn
 
-from offload import OffloadEngine
+from offload import ConfigError, OffloadEngine
 from swapper import StoreMissing
 
 
@@ -196,3 +196,15 @@ def test_a_durable_run_goes_on_behind_a_step_that_was_skipped(tmp_path: Path, sc
     run(tmp_path / "in two", 3)
     resumed, resumed_scale = run(tmp_path / "in two", 6)
     assert resumed.equal(final) and resumed_scale == scale
+
+
+def test_micro_batches_of_a_step_are_not_divided_by_several_numbers(tmp_path: Path):
+    with OffloadEngine(layers(), lr=1e-2, gradient_accumulation_steps=4) as engine:
+        engine.backward(engine(torch.ones(4, 64)).square().mean())
+        engine.save_checkpoint(tmp_path, "within")
+        engine.optimizer.step()
+        engine.save_checkpoint(tmp_path, "between")
+    with OffloadEngine(layers(1), lr=1e-2, gradient_accumulation_steps=2) as engine:
+        with pytest.raises(ConfigError, match="after 1 of 4 micro-batches"):
+            engine.load_checkpoint(tmp_path, "within")
+        engine.load_checkpoint(tmp_path, "between")
