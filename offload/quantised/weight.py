@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
+from offload.errors import ConfigError
 from offload.memory import passing_tensor
 
 _AT_ONCE_NUMEL = 1 << 20
@@ -147,6 +148,9 @@ class QuantisedWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         weight = args[0] if args else None
+        written = _written(function, args, kwargs) if function._schema.is_mutable else None
+        if written is not None:
+            return _take_over(function, written, *args[1:])
         if isinstance(weight, QuantisedWeight):
             if function in (_aten.detach.default, _aten.alias.default):
                 return weight.over(torch.Tensor.detach)
@@ -188,6 +192,30 @@ class _Linear(torch.autograd.Function):
 
 def _linear(input: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> QuantisedWeight | None:
+    """The weight that ``function`` writes to, if it does to one."""
+    for position, argument in enumerate(function._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        if isinstance(given, QuantisedWeight) and argument.alias_info is not None and argument.alias_info.is_write:
+            return given
+    return None
+
+
+def _take_over(function: Any, weight: QuantisedWeight, *args: Any) -> QuantisedWeight:
+    """Copy a weight of the same format. Raises ``ConfigError`` for any other write: there are no codes for it."""
+    other: Any = args[0] if args else None
+    if function is not _aten.copy_.default or type(other) is not type(weight):
+        raise ConfigError(
+            f"{function} writes to a weight in the format of its file ({weight}), which has no codes for other values. "
+            "To merge an adapter: save it, and merge it into the model that transformers loads. Nothing has changed"
+        )
+    if (other.shape, other.dtype, other.settings) != (weight.shape, weight.dtype, weight.settings):
+        raise ConfigError(f"{weight} cannot become {other}, which is of other sizes or settings. Nothing has changed")
+    for part, new in zip(weight.parts, other.parts, strict=True):
+        part.copy_(new)
+    return weight
 
 
 def _ordinary(value: Any) -> Any:

@@ -26,7 +26,7 @@ from quantised_files import (
 )
 from torch import nn
 
-from offload import BudgetError, OffloadEngine, WeightsError
+from offload import BudgetError, ConfigError, OffloadEngine, WeightsError
 from offload.quantised import Blocks4, Blocks4Nested, Fp8Blocks, Mxfp4, QuantisedWeight
 
 
@@ -141,6 +141,25 @@ def test_a_weight_is_dequantised_in_parts_with_the_same_bits(number_format: Any,
     assert torch.equal(weight.dequantize(), expected)
     monkeypatch.setattr("offload.quantised.weight._AT_ONCE_NUMEL", 40 * 256)
     assert torch.equal(weight.dequantize(), expected)
+
+
+def test_a_weight_becomes_another_one_of_its_format_and_takes_no_other_write() -> None:
+    (_, weight), (_, other) = (
+        in_fp8(torch.randn(128, 128, generator=torch.Generator().manual_seed(i))) for i in (0, 1)
+    )
+    before = weight.dequantize()
+    for write in (
+        lambda: weight.add_(1),
+        lambda: torch.add(before, 1, out=weight),
+        lambda: weight.copy_(before),
+        lambda: weight.copy_(in_fp8(before.repeat(2, 1))[1]),
+    ):
+        with pytest.raises(ConfigError, match="Nothing has changed"):
+            write()
+    assert weight.dequantize().equal(before)
+    assert torch.zeros_like(before).add_(weight).equal(before)
+    weight.copy_(other)
+    assert weight.dequantize().equal(other.dequantize())
 
 
 def test_dequantised_weights_that_follow_one_another_leave_no_memory_behind() -> None:

@@ -98,6 +98,20 @@ def test_one_call_gives_an_adapter_over_quantised_files_that_trains_and_generate
     assert told["base_model_name_or_path"] == str(base)
 
 
+def test_a_merge_into_quantised_files_is_refused_and_training_goes_on(tmp_path: Path) -> None:
+    base, _ = saved(in_fp8, "fp8", tmp_path)
+    found = []
+    for merges in (False, True):
+        with over(base, peft_config=lora(init_lora_weights=False), nvme_path=tmp_path, lr=1e-2) as engine:
+            found.append(losses(engine))
+            for merge in (engine.module.merge_adapter, engine.module.merge_and_unload) if merges else ():
+                with pytest.raises(ConfigError, match="writes to a weight in the format of its file"):
+                    merge()
+            engine.load_state_dict(engine.state_dict())
+            found[-1] += losses(engine)
+    assert found[0] == found[1]
+
+
 def test_without_an_optimizer_quantised_weights_stay_as_they_are_and_no_store_is_needed(tmp_path: Path) -> None:
     base, ordinary = saved(in_fp8, "fp8", tmp_path)
     tokens = generated(transformers.AutoModelForCausalLM.from_pretrained(ordinary))
