@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import saving_jobs
 from ranks.pool import Pool
 from ranks.programs import Program
 
+from offload.cli import main
 from swapper import StorageCorrupt
 
 
@@ -26,6 +28,21 @@ def test_parts_of_several_checkpoints_are_none(two: Pool, tmp_path: Path):
         assert "has parts that were not saved together" in said
     with Program().make(tmp_path) as engine, pytest.raises(StorageCorrupt, match="not saved together"):
         engine.load_checkpoint(tmp_path / "saved", "mixed")
+
+
+def test_the_durable_run_of_ranks_is_inspected_and_exported_as_one(two: Pool, tmp_path: Path, capsys: Any):
+    two(saving_jobs.two_of_one_step, tmp_path)
+    run = tmp_path / "store of first"
+    assert main(["inspect", "--verify", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert all(words in told for words in ("durable run", "in parts of 2 ranks", "all of it is whole"))
+    exported = []
+    for number, source in enumerate((run, tmp_path / "saved" / "first")):
+        assert main(["export", str(source), str(tmp_path / f"exported-{number}")]) == 0
+        exported.append((tmp_path / f"exported-{number}" / "model.safetensors").read_bytes())
+    assert exported[0] == exported[1]
+    assert main(["inspect", str(run / "rank-1-of-2" / "run-1.store")]) == 2
+    assert "is the part of one rank" in capsys.readouterr().err
 
 
 def test_ranks_do_not_go_on_with_a_run_each(two: Pool, tmp_path: Path):

@@ -16,7 +16,6 @@ import aio_ext
 from offload.checkpoint.hugging_face import CONFIG
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.opened import Opened, open_checkpoint, whole_checkpoints
-from offload.checkpoint.native.parts import part_folders
 from offload.optim.formats import master_bytes
 from swapper import OffloadError, StorageError, StoreMissing
 
@@ -95,7 +94,7 @@ def _facts(opened: Opened) -> Facts:
         "tensors": len({parameter.whole or parameter.name for parameter in parameters}),
         "buffers": len(run.get("buffers", {})),
         "units": len({unit.name for unit in description.units}),
-        "ranks": max(len(part_folders(opened.folder)), 1),
+        "ranks": len(opened.parts),
         "bytes": _bytes(opened),
         "disk_bytes": disk_bytes,
         "other_links": num_links - 1,

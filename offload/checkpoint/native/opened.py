@@ -12,7 +12,9 @@ from pathlib import Path
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import CheckpointDirectory, hold
 from offload.checkpoint.native.mark import holds_generation, is_checkpoint
-from offload.checkpoint.native.parts import Parts, description_of, open_parts, part_folders
+from offload.checkpoint.native.other_ranks import last_stores
+from offload.checkpoint.native.parts import Parts, description_of, is_part, open_parts, part_folders, runs_in_parts
+from offload.tiers.store import run_names
 from swapper import (
     Generation,
     OffloadError,
@@ -44,7 +46,13 @@ class Opened:
     @property
     def is_run(self) -> bool:
         """It is the store of a durable run, and no checkpoint."""
-        return (self.folder / OWNER).exists()
+        return (self.parts[0] / OWNER).exists()
+
+    @property
+    def parts(self) -> list[Path]:
+        """The folders of all ranks' parts; the one that there is, if it is not in parts."""
+        found = self.generation.generations if isinstance(self.generation, Parts) else [self.generation]
+        return [part.folder for part in found]
 
 
 @contextlib.contextmanager
@@ -57,9 +65,13 @@ def open_checkpoint(path: Path, *, to_read: bool) -> Iterator[Opened]:
     path = path.expanduser()
     with contextlib.ExitStack() as closing:
         if holds_generation(path):
+            _refuse_part(path)
             in_use_by = _enter_run(path, closing, to_read=to_read)
             hold(path, closing)
             generation: Generation | Parts = open_generation(path)
+        elif stores := _stores_of_ranks(path):
+            owners = [_enter_run(store, closing, to_read=to_read) for store in stores]
+            in_use_by, generation = next(filter(None, owners), None), Parts(path, stores)
         elif part_folders(path):
             hold(path, closing)
             in_use_by, generation = None, open_parts(path)
@@ -71,6 +83,27 @@ def open_checkpoint(path: Path, *, to_read: bool) -> Iterator[Opened]:
             raise StoreMissing(what, advice="Give a checkpoint, or the directory that it is in.")
         closing.callback(generation.close)
         yield Opened(generation, description_of(generation, str(generation.folder)), in_use_by)
+
+
+def _refuse_part(path: Path) -> None:
+    """Raise ``StoreMissing`` for the part of one rank."""
+    for part in (path, path.absolute().parent):
+        if is_part(part):
+            raise StoreMissing(f"{path} is the part of one rank.", advice=f"Give {part.parent}, which has all parts.")
+
+
+def _stores_of_ranks(path: Path) -> list[Path]:
+    """The stores of the durable run of several ranks that is there, or of one process that has gone on with it; none if
+    there is no such run. Raises ``StoreMissing`` if ranks have no commit in common."""
+    if not any(run_names(part) for found in runs_in_parts(path).values() for part in found.values()):
+        return []
+    stores = last_stores(path, 0)
+    if stores is None:
+        raise StoreMissing(
+            f"{path} has the stores of several ranks, and no commit that all of them have.",
+            advice="Start the ranks again: load_checkpoint() brings them together.",
+        )
+    return stores
 
 
 def _enter_run(folder: Path, closing: contextlib.ExitStack, *, to_read: bool) -> str | None:

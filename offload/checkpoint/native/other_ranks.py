@@ -60,6 +60,12 @@ def went_on(base: Path, own: int, commit: Mapping[str, Any], store: Path) -> boo
 def last_run(base: Path, own: int, identity: str | None = None) -> Parts | None:
     """The run under ``base`` of another number of ranks that has come farthest, of those with this ``identity`` if one
     is given, once its stores have been brought together; None if there is none of which all parts are there."""
+    stores = last_stores(base, own, identity)
+    return None if stores is None else Parts(base, stores)
+
+
+def last_stores(base: Path, own: int, identity: str | None = None) -> list[Path] | None:
+    """The stores of its ranks."""
     best: tuple[int, list[Path]] | None = None
     for folder in _folders(base, own):
         names = [set(run_names(part)) for part in folder]
@@ -72,7 +78,7 @@ def last_run(base: Path, own: int, identity: str | None = None) -> Parts | None:
                     continue
                 if len(found) == 1 and (best is None or runs[0]["step"] > best[0]):
                     best = runs[0]["step"], stores
-    return None if best is None else Parts(base, best[1])
+    return None if best is None else best[1]
 
 
 def what_is_there(base: Path, own: int) -> str:

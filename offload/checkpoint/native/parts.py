@@ -36,6 +36,11 @@ from swapper.checked import refusals
 _PART = re.compile(r"rank-([0-9]{1,6})-of-([0-9]{1,6})")
 
 
+def is_part(folder: Path) -> bool:
+    """The folder has the name of one rank's part."""
+    return _PART.fullmatch(folder.name) is not None
+
+
 def part_folders(folder: Path) -> list[Path]:
     """The parts of the checkpoint in this folder, by rank; none if it is not in parts. Raises ``StoreMissing`` if some
     of them are not there."""
