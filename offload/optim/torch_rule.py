@@ -10,6 +10,7 @@ import copy
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any
 
 import torch
@@ -209,7 +210,7 @@ class TorchRule(WholeParameters):
         return dict(self._loose.get(spec, {}))
 
     def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
-        self._loose[spec] = copy.deepcopy(states)
+        self._loose[spec] = {name: _ordinary(value) for name, value in states.items()}
         return int(states.get("step", 1))
 
     def forget_states(self, spec: ParameterSpec) -> None:
@@ -283,13 +284,22 @@ class TorchRule(WholeParameters):
             )
 
 
+def _ordinary(value: Any) -> Any:
+    """The same, or a copy of a tensor of another class: a handle brings in what the update's thread would wait for."""
+    return copy.deepcopy(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
+
+
 def _owned(value: Any, borrowed: set[int]) -> Any:
-    """The same; tensors in borrowed memory are copied."""
+    """The same object, unless it holds tensors in borrowed memory, which are copied."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if value.untyped_storage().data_ptr() in borrowed else value
     if type(value) is dict:
-        return {key: _owned(item, borrowed) for key, item in value.items()}
-    return type(value)(_owned(item, borrowed) for item in value) if type(value) in (list, tuple) else value
+        items = {key: _owned(item, borrowed) for key, item in value.items()}
+        return items if any(items[key] is not item for key, item in value.items()) else value
+    if type(value) in (list, tuple):
+        owned = [_owned(item, borrowed) for item in value]
+        return type(value)(owned) if any(map(is_not, owned, value)) else value
+    return value
 
 
 def _kinds(specs: Sequence[ParameterSpec], states: Mapping[Any, Any]) -> list[Kind]:

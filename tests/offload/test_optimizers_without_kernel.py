@@ -3,6 +3,8 @@ with the reason."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -290,6 +292,63 @@ def test_an_entry_of_the_users_own_stays_beside_the_states():
         assert found.optimizer.state_dict()["state"][4]["slow"].eq(3).all()
         assert found.optimizer.state[found.p].pop("slow").eq(3).all()
         assert "slow" not in found.optimizer.state[found.p]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, type("OwnAdamW", (torch.optim.AdamW,), {})])
+def test_parameters_exchange_their_states_and_one_that_was_taken_out_comes_back(kind):
+    model = net()
+    model.up = nn.Linear(9, 4)
+    optimizer = kind(model.parameters(), lr=0.1)
+    one, other = model.down.weight, model.up.weight
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"):
+        for number, parameter in enumerate((one, other), 1):
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(number)),
+                "exp_avg": torch.full((4, 9), float(number)),
+                "exp_avg_sq": torch.full((4, 9), 10.0 * number),
+            }
+        state, seen = optimizer.state, optimizer.state[one]["exp_avg"][1:3]
+        state[one], state[other] = state[other], state[one]
+        assert [(float(state[p]["step"]), float(state[p]["exp_avg"].mean())) for p in (one, other)] == [(2, 2), (1, 1)]
+        assert seen.eq(1).all()
+        ours, theirs = state[one], state[other]
+        ours["exp_avg"], theirs["exp_avg"] = theirs["exp_avg"], ours["exp_avg"]
+        assert [float(state[p]["exp_avg"].mean()) for p in (one, other)] == [1, 2]
+        taken = state.pop(one)
+        assert one not in state and taken["exp_avg"].eq(1).all() and state.get(one) is None
+        state[one] = taken
+        assert float(state[one]["exp_avg_sq"].mean()) == 20 and float(state[one]["step"]) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda states: pickle.loads(pickle.dumps(states))])
+def test_what_is_put_into_a_copy_of_states_does_not_reach_the_engine(copied):
+    with (found := one_step()).engine:
+        for states in (copied(found.optimizer.state[found.p]), copied(found.optimizer.state)):
+            next(iter(states.values()))  # it can be read
+            states["step"] = torch.tensor(7.0)
+        assert int(found.optimizer.state[found.p]["step"]) == 1 and "step" not in found.optimizer.state
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, type("OwnAdamW", (torch.optim.AdamW,), {})])
+def test_an_entry_of_the_users_own_is_the_tensor_that_was_put_there(kind):
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.1)
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"):
+        train(model, optimizer, 1)
+        states = optimizer.state[model.down.weight]
+        slow = states["slow"] = torch.zeros(4, 9)
+        notes = states["notes"] = []
+        states["other"] = 1
+        slow.add_(1)
+        train(model, optimizer, 1)
+        assert optimizer.state[model.down.weight]["slow"].eq(1).all()
+        optimizer.state[model.down.weight]["slow"].mul_(3)
+        optimizer.state[model.down.weight]["notes"].append("x")
+        assert slow.eq(3).all() and notes == ["x"]
+        loaded = optimizer.state_dict()
+        optimizer.load_state_dict(loaded)
+        optimizer.state[model.down.weight]["slow"].mul_(2)
+        assert slow.eq(3).all() and loaded["state"][4]["slow"].eq(3).all()
 
 
 def test_a_state_that_the_optimizer_needs_cannot_be_taken_out_alone():
