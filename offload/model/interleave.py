@@ -34,6 +34,7 @@ from offload.model.draws import generators_among, known_to, random_states
 from offload.model.habits import TOGETHER, Habits
 from offload.model.hook_context import HookContext
 from offload.model.micro_batch import Ended, MicroBatch, Place, Stage
+from offload.model.settings import Settings
 from offload.model.surroundings import Surroundings
 from offload.model.under_way import in_thread
 from offload.model.unit_in_model import UnitInModel
@@ -162,8 +163,10 @@ class MicroBatches:
         following = self._following() or own
         self.hooks.keep(following.unit)
         if following is not own:
+            settings = Settings()
             self._give_turn(following)
             self._wait_for_turn(own)
+            settings.put()
         own.stage = Stage.COMPUTING
 
     def left(self, unit: UnitInModel, start: int) -> None:

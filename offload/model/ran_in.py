@@ -10,34 +10,19 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
-import torch
-from torch.backends import cuda
-
+from offload.model.settings import Settings
 from offload.torch_internals import dispatch_modes, function_modes, without_dispatch_mode, without_function_mode
 
 _KINDS = ((function_modes, without_function_mode), (dispatch_modes, without_dispatch_mode))
 """Of each kind of modes: those that are entered, and a context without the last one."""
-
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-)
-"""Settings that decide what a forward computes, or by which kernel: how each is read and set."""
 
 
 class RanIn:
     """The modes, settings and variables of the thread that makes this."""
 
     def __init__(self) -> None:
-        self._settings = [get() for get, _ in _SETTINGS]
+        self._settings = Settings()
         self._modes = [entered() for entered, _ in _KINDS]
         self._variables = contextvars.copy_context()
 
@@ -54,8 +39,6 @@ class RanIn:
                         stack.enter_context(without_last())
                     for mode in then:
                         stack.enter_context(mode)
-            for value, (get, put) in zip(self._settings, _SETTINGS, strict=True):
-                if (now := get()) != value:
-                    stack.callback(put, now)
-                    put(value)
+            stack.callback(Settings().put)
+            self._settings.put()
             function()
