@@ -184,8 +184,7 @@ class _RunsOfCall:
     def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
         top_hooks_step_aside()
         if self._state is not None:
-            with self._state.before():
-                self._ran_in.run(lambda: self._of.again(forward, self._weights))
+            self._of.again(lambda: self._as_first(forward), self._weights)
             return None
         state = State(self._of.module, arguments, self._of.unit.spec.name, self._of.of_kinds)
         try:
@@ -200,6 +199,13 @@ class _RunsOfCall:
             self._state = state
         self._weights = self._of.weights()
         return output
+
+    def _as_first(self, forward: Callable[[], Any]) -> None:
+        """Run it in the state and the modes of the first run. The unit is in use by then: that state has its ordinary
+        parameters, and not its handles."""
+        assert self._state is not None
+        with self._state.before():
+            self._ran_in.run(forward)
 
 
 class _TracedRuns(_RunsOfCall):
