@@ -34,10 +34,10 @@ from offload.model.draws import generators_among, known_to, random_states
 from offload.model.habits import TOGETHER, Habits
 from offload.model.hook_context import HookContext
 from offload.model.micro_batch import Ended, MicroBatch, Place, Stage
-from offload.model.settings import Settings
 from offload.model.surroundings import Surroundings
 from offload.model.under_way import in_thread
 from offload.model.unit_in_model import UnitInModel
+from offload.settings import Settings
 from offload.torch_internals import graph_task
 from offload.units import ParameterSpec
 from swapper import OffloadError

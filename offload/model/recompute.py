@@ -32,10 +32,10 @@ from torch.utils.checkpoint import checkpoint
 from offload.model.forward_costs import Unmeasured
 from offload.model.forward_state import State, changed_since, not_to_be_run_again, version_of
 from offload.model.named import Variable
-from offload.model.ran_in import RanIn
 from offload.model.scripted import stopped_in_script
 from offload.model.under_way import in_first_run
 from offload.model.unit_in_model import UnitInModel
+from offload.ran_in import RanIn
 from offload.torch_internals import graph_task, put_together, taken_apart, top_hooks_step_aside
 
 Weights: TypeAlias = tuple[list[int], list[int]]

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from offload.device.protocol import Processor
-from offload.model.settings import Settings
+from offload.settings import Settings
 from offload.torch_internals import found, others_listen
 
 

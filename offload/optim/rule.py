@@ -135,6 +135,10 @@ class Rule(TileLayout, Protocol):
     """``apply`` runs one kernel and does nothing else. So it need not wait for its end, and can write elsewhere than it
     reads: all elements from ``start`` to ``stop``, and no others."""
 
+    @property
+    def is_watched(self) -> bool:
+        """A mode of the caller's sees the operations of the step that has begun: they come before it is over."""
+
     def products(self, unit: UnitSpec) -> float:
         """FLOP of products of matrices that a step of the unit takes, as far as it is known."""
 

@@ -19,6 +19,7 @@ from torch import nn
 from offload import kernels
 from offload.errors import ConfigError, warn
 from offload.memory import tensor_at
+from offload.optim.called_in import CalledIn
 from offload.optim.formats import Formats
 from offload.optim.rule import Group, SteppingParameter, TileBytes
 from offload.optim.shared_state import SharedState, cannot, is_data, same
@@ -34,10 +35,11 @@ _KINDS_MAX = 3
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A step of the optimizer: its shared state before and after it."""
+    """A step of the optimizer: its shared state before and after it, and what was on where it was called."""
 
     before: SharedState
     after: SharedState
+    called_in: CalledIn
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +97,7 @@ class TorchRule(WholeParameters):
         )
         self._first = [next((spec for spec in specs if spec.numel), None) for _, specs in groups]
         """Of each group the parameter that it was cut from."""
-        self._step = _Step(self._shared, self._shared)
+        self._step = _Step(self._shared, self._shared, CalledIn())
         self._stepping: Mapping[ParameterSpec, SteppingParameter] = {}
         self._late: set[str] = set()
         """States that have come after the first step, and were warned of."""
@@ -129,7 +131,11 @@ class TorchRule(WholeParameters):
         indices = frozenset(self._index[id(group)] for _, group in stepping.values())
         after = self._representatives.step(before, indices)
         after.give(optimizer, before)
-        self._step, self._stepping = _Step(before, after), stepping
+        self._step, self._stepping = _Step(before, after, CalledIn()), stepping
+
+    @property
+    def is_watched(self) -> bool:
+        return self._step.called_in.is_watched
 
     def check_options(self, spec: ParameterSpec, group: Group) -> None:
         """The optimizer looks at them itself, when it takes a step."""
@@ -182,7 +188,8 @@ class TorchRule(WholeParameters):
                 },
             }
         borrowed = {tensor.untyped_storage().data_ptr() for tensor in (parameter, parameter.grad, *resting.values())}
-        shared, found = self._twin.run(frozen.step.before.of_group(frozen.group), [[parameter]], {parameter: states})
+        before = frozen.step.before.of_group(frozen.group)
+        shared, found = self._twin.run(before, [[parameter]], {parameter: states}, frozen.step.called_in.call)
         difference = frozen.step.after.of_group(frozen.group).difference(shared)
         if difference is not None:
             why = (

@@ -8,7 +8,9 @@ import pickle
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +30,7 @@ from optimizer_pieces import (
     own_norm,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import ConfigError, OffloadEngine
 from offload.optim.shared_state import SharedState
@@ -240,6 +243,90 @@ def test_an_option_that_comes_out_otherwise_later_on_is_one_error():
     ):
         train(model, optimizer, 8)
         engine.synchronize()
+
+
+# What is on around a step.
+
+FACTOR: ContextVar[float] = ContextVar("FACTOR", default=1.0)
+
+
+class Projected(torch.optim.Optimizer):
+    """A step with products of matrices, which asks for a context variable."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                grad = p.grad.view(len(p), -1)
+                p.sub_((grad @ grad.t() @ grad).view(p.shape).to(p.dtype), alpha=0.1 * FACTOR.get())
+
+
+class Counts(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.sub_.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def factor_of_two():
+    token = FACTOR.set(2.0)
+    try:
+        yield
+    finally:
+        FACTOR.reset(token)
+
+
+@contextmanager
+def flushing():
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("around", [partial(torch.autocast, "cpu", torch.bfloat16), factor_of_two, flushing])
+def test_a_step_is_computed_with_what_is_on_around_it(around):
+    found = []
+    for trains in (False, True):
+        model = net()
+        optimizer = Projected(model.parameters())
+        with OffloadEngine(model, optimizer=optimizer, precision="fp32") if trains else nullcontext():
+            for size in (1.0, 1e-13):
+                for p in model.parameters():
+                    p.data.mul_(size > 1e-3)  # what a tiny step leaves of zero can be seen
+                    p.grad = torch.full_like(p, size)
+                with around():
+                    optimizer.step()
+                optimizer.zero_grad()
+            found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_mode_has_seen_a_step_when_the_call_returns():
+    model = net()
+    optimizer = Projected(model.parameters())
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with Counts() as counts:
+            optimizer.step()
+        assert counts.count >= len(list(model.parameters()))
+
+
+def test_a_group_of_before_a_load_is_no_longer_the_optimizers():
+    with (found := one_step()).engine:
+        before = found.optimizer.param_groups[0]
+        found.optimizer.load_state_dict(found.optimizer.state_dict())
+        before["lr"] = 7.0
+        assert found.optimizer.param_groups[0]["lr"] == 0.1
 
 
 # What users do to the object.

@@ -1,4 +1,4 @@
-"""Modes of torch, its settings and context variables that a forward ran in, for a second run of it.
+"""Modes of torch, its settings and context variables that something ran in, for a second run or another thread.
 
 Torch's checkpoint restores autocast, the default device and random generators alone, and a backward has other modes
 than its forward: it is called outside of a ``with`` (one that chooses kernels of attention, for example), and a
@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TypeVar
 
-from offload.model.settings import Settings
+from offload.settings import Settings
 from offload.torch_internals import dispatch_modes, function_modes, without_dispatch_mode, without_function_mode
 
 _KINDS = ((function_modes, without_function_mode), (dispatch_modes, without_dispatch_mode))
 """Of each kind of modes: those that are entered, and a context without the last one."""
+
+T = TypeVar("T")
 
 
 class RanIn:
@@ -26,11 +29,16 @@ class RanIn:
         self._modes = [entered() for entered, _ in _KINDS]
         self._variables = contextvars.copy_context()
 
-    def run(self, function: Callable[[], object]) -> None:
-        """Call ``function`` in the same. Variables that it sets are as before afterwards."""
-        self._variables.copy().run(self._within, function)
+    @property
+    def has_modes(self) -> bool:
+        """Something sees each operation."""
+        return any(self._modes)
 
-    def _within(self, function: Callable[[], object]) -> None:
+    def run(self, function: Callable[[], T]) -> T:
+        """Call ``function`` in the same. Variables that it sets are as before afterwards."""
+        return self._variables.copy().run(self._within, function)
+
+    def _within(self, function: Callable[[], T]) -> T:
         with ExitStack() as stack:
             for then, (entered, without_last) in zip(self._modes, _KINDS, strict=True):
                 modes = entered()
@@ -41,4 +49,4 @@ class RanIn:
                         stack.enter_context(mode)
             stack.callback(Settings().put)
             self._settings.put()
-            function()
+            return function()
