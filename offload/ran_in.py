@@ -8,15 +8,20 @@ than its forward: it is called outside of a ``with`` (one that chooses kernels o
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
+
+import torch
 
 from offload.settings import Settings
 from offload.torch_internals import dispatch_modes, function_modes, without_dispatch_mode, without_function_mode
 
 _KINDS = ((function_modes, without_function_mode), (dispatch_modes, without_dispatch_mode))
 """Of each kind of modes: those that are entered, and a context without the last one."""
+
+_SMALLEST_NORMAL = sys.float_info.min
 
 T = TypeVar("T")
 
@@ -26,6 +31,7 @@ class RanIn:
 
     def __init__(self) -> None:
         self._settings = Settings()
+        self._flushes = _flushes()
         self._modes = [entered() for entered, _ in _KINDS]
         self._variables = contextvars.copy_context()
 
@@ -49,4 +55,12 @@ class RanIn:
                         stack.enter_context(mode)
             stack.callback(Settings().put)
             self._settings.put()
+            if self._flushes is not (now := _flushes()):
+                stack.callback(torch.set_flush_denormal, now)
+                torch.set_flush_denormal(self._flushes)
             return function()
+
+
+def _flushes() -> bool:
+    """This thread takes denormal numbers for zeros (``torch.set_flush_denormal``, which torch does not tell)."""
+    return _SMALLEST_NORMAL / 2 == 0

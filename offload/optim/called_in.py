@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -13,30 +12,13 @@ from offload.ran_in import RanIn
 
 T = TypeVar("T")
 
-_SMALLEST_NORMAL = sys.float_info.min
-
-
-class _OfThread:
-    """What torch keeps for each thread by itself, and a new one begins without."""
-
-    def __init__(self) -> None:
-        self._casts = torch.is_autocast_enabled("cpu")
-        self._dtype = torch.get_autocast_dtype("cpu")
-        self._flushes = _SMALLEST_NORMAL / 2 == 0  # torch does not tell
-
-    def put(self) -> None:
-        """Make it so in the thread that calls this."""
-        torch.set_autocast_enabled("cpu", self._casts)
-        torch.set_autocast_dtype("cpu", self._dtype)
-        torch.set_flush_denormal(self._flushes)
-
 
 class CalledIn:
     """Modes, autocast, settings and context variables of the thread that makes this."""
 
     def __init__(self) -> None:
         self._ran_in = RanIn()
-        self._of_thread = _OfThread()
+        self._casts = _casts()
 
     @property
     def is_watched(self) -> bool:
@@ -48,9 +30,20 @@ class CalledIn:
         return self._ran_in.run(partial(self._within, function))
 
     def _within(self, function: Callable[[], T]) -> T:
-        before = _OfThread()
-        self._of_thread.put()
+        """All threads have one cache of casts: it gets none of the step's, and ``torch.autocast`` would clear it."""
+        before, is_cached = _casts(), torch.is_autocast_cache_enabled()
+        _cast(*self._casts, is_cached=False)
         try:
             return function()
         finally:
-            before.put()
+            _cast(*before, is_cached=is_cached)
+
+
+def _casts() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def _cast(is_on: bool, dtype: torch.dtype, *, is_cached: bool) -> None:
+    torch.set_autocast_enabled("cpu", is_on)
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_cache_enabled(is_cached)

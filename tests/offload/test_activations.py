@@ -7,6 +7,7 @@ import ctypes
 import pickle
 import random
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -376,6 +377,27 @@ def test_a_forward_has_its_own_settings_of_kernels_in_a_second_run_and_beside_ot
     for plain, *ours in zip(*found, strict=True):
         assert all(torch.equal(plain, one) for one in ours)
     assert backends.mkldnn.enabled and backends.mkldnn.matmul.fp32_precision == precision
+
+
+class Enlarges(nn.Linear):
+    """Whether denormal numbers are flushed shows in its result, and in what it saves."""
+
+    def forward(self, x):
+        return torch.tanh(1e37 * (super().forward(x) * 1e-20 * 1e-18))
+
+
+def test_a_second_run_flushes_denormal_numbers_where_the_first_did():
+    found = []
+    for trains in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(Enlarges(32, 32), nn.Linear(32, 32)) for _ in range(4)))
+        with OffloadEngine(model, precision="fp32", activations="recompute") if trains else nullcontext():
+            torch.set_flush_denormal(True)
+            y = model(torch.randn(64, 32))
+            torch.set_flush_denormal(False)
+            y.sum().backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 class Counter:
