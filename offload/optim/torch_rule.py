@@ -100,7 +100,7 @@ class TorchRule(WholeParameters):
         self._step = _Step(self._shared, self._shared, CalledIn())
         self._stepping: Mapping[ParameterSpec, SteppingParameter] = {}
         self._late: set[str] = set()
-        """States that have come after the first step, and were warned of."""
+        """States that have come after the first step, and were warned of, and entries of the user's."""
         self._absent: dict[ParameterSpec, frozenset[str]] = {}
         """States for which there is room and that are not there, of parameters that have others."""
         self._schemas: dict[tuple[torch.Size, int], list[tuple[Any, Schema]]] = {}
@@ -218,6 +218,7 @@ class TorchRule(WholeParameters):
 
     def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
         self._loose[spec] = {name: _ordinary(value) for name, value in states.items()}
+        self._late |= {name for name, value in states.items() if _rests_in_tile(value)}  # the user's, or warned of
         return int(states.get("step", 1))
 
     def forget_states(self, spec: ParameterSpec) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -427,8 +428,10 @@ def test_an_entry_of_the_users_own_is_the_tensor_that_was_put_there(kind):
         notes = states["notes"] = []
         states["other"] = 1
         slow.add_(1)
-        train(model, optimizer, 1)
-        assert optimizer.state[model.down.weight]["slow"].eq(1).all()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # it is no state of the optimizer's
+            train(model, optimizer, 1)
+            assert optimizer.state[model.down.weight]["slow"].eq(1).all()
         optimizer.state[model.down.weight]["slow"].mul_(3)
         optimizer.state[model.down.weight]["notes"].append("x")
         assert slow.eq(3).all() and notes == ["x"]
