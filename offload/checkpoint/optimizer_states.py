@@ -192,7 +192,8 @@ class OptimizerStates:
         for spec, values in own.items():
             resting = {*self.rule.names(spec), *self.rule.shapes_like(spec, values)}
             loose = {name: value for name, value in values.items() if name not in resting}
-            steps[spec] = self.rule.set_loose_states(spec, copy.deepcopy(loose) if copied else loose)
+            loose = copy.deepcopy(loose) if copied else loose
+            steps[spec] = self.rule.set_loose_states(spec, loose, held=not copied)
         return steps
 
     def _reset(self, specs: set[ParameterSpec]) -> None:

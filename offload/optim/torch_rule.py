@@ -107,6 +107,8 @@ class TorchRule(WholeParameters):
         """States of parameters of a shape in a group: by what else tells them apart."""
         self._schema_of: dict[ParameterSpec, Schema] = {}
         """Those of each parameter, as it was when the engine was made: room is reserved for these."""
+        self._held: set[ParameterSpec] = set()
+        """Those of whose loose states the program may hold some, and change them."""
         self._loose: dict[ParameterSpec, dict[str, Any]] = {}
         """Of each parameter that has taken a step: its states that lie in no tile."""
 
@@ -135,7 +137,12 @@ class TorchRule(WholeParameters):
 
     @property
     def is_watched(self) -> bool:
-        return self._step.called_in.is_watched
+        attributes = (value for parameter, _ in self._stepping.values() for value in _attributes_of(parameter).values())
+        return (
+            self._step.called_in.is_watched
+            or not self._held.isdisjoint(self._stepping)
+            or any(map(_can_change, attributes))
+        )
 
     def check_options(self, spec: ParameterSpec, group: Group) -> None:
         """The optimizer looks at them itself, when it takes a step."""
@@ -216,13 +223,16 @@ class TorchRule(WholeParameters):
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
         return dict(self._loose.get(spec, {}))
 
-    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
+    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any], *, held: bool = False) -> int:
+        can_change = held and any(name != "step" and _can_change(value) for name, value in states.items())
+        (self._held.add if can_change else self._held.discard)(spec)
         self._loose[spec] = {name: _ordinary(value) for name, value in states.items()}
         self._late |= {name for name, value in states.items() if _rests_in_tile(value)}  # the user's, or warned of
         return int(states.get("step", 1))
 
     def forget_states(self, spec: ParameterSpec) -> None:
         self._loose.pop(spec, None)
+        self._held.discard(spec)
         self._absent.pop(spec, None)
         if spec in self._first:
             self._representatives.set_states(self._group_of[spec], {})
@@ -330,6 +340,10 @@ def _attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
 
 def _rests_in_tile(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 1
+
+
+def _can_change(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, list, dict, set))
 
 
 def _describe(states: dict[str, tuple[torch.Size, torch.dtype]]) -> str:

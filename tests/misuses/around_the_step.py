@@ -377,3 +377,79 @@ def autocast_by_global_hook(place):
     finally:
         for handle in handles:
             handle.remove()
+
+
+# What a step reads, changed as soon as it has returned.
+
+
+class Masked(torch.optim.Optimizer):
+    """A step that multiplies by a mask: an attribute of the parameter, or an entry of its state."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+                    mask = state["mask"] if "mask" in state else getattr(p, "mask", 1.0)
+                    p.sub_(p.grad * mask, alpha=group["lr"])
+
+
+def masked(place, masks_of):
+    net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(40)))
+    engine = place.wrap(net, optimizer=Masked(net.parameters()))
+    found = []
+    for step in range(4):
+        engine.optimizer.zero_grad()
+        masks = masks_of(engine, step)
+        for mask in masks:
+            mask.fill_(1.0 + step)
+        loss = engine(batch(step)).square().sum()
+        loss.backward()
+        engine.optimizer.step()
+        for mask in masks:
+            mask.fill_(100.0)
+        found.append(loss.item())
+    return found, values(net)
+
+
+@family.same_bits("masks are attributes of parameters, and are written as soon as the step has returned")
+def attributes_written_after_step(place):
+    def masks_of(engine, step):
+        if step == 0:
+            for p in engine.module.parameters():
+                p.mask = torch.ones_like(p)
+        return [p.mask for p in engine.module.parameters()]
+
+    return masked(place, masks_of)
+
+
+@family.same_bits("masks are entries of states, held by the program, and are written as soon as the step has returned")
+def entries_written_after_step(place):
+    masks = []
+
+    def masks_of(engine, step):
+        if step == 1:
+            for p in engine.module.parameters():
+                masks.append(torch.ones(p.shape))
+                engine.optimizer.state[p]["mask"] = masks[-1]
+        return masks
+
+    return masked(place, masks_of)
+
+
+@family.same_bits("an option of the group is a tensor, and is written as soon as the step has returned")
+def option_written_after_step(place):
+    def masks_of(engine, step):
+        group = engine.optimizer.param_groups[0]
+        if step == 0:
+            group["lr"] = torch.tensor(0.0)
+        group["lr"].fill_(0.05 / (1 + step))
+        return []
+
+    found, last = masked(place, masks_of)
+    return found, last

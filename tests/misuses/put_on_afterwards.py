@@ -503,7 +503,11 @@ def weight_written_in_backward(run):
     def forward(engine, x, step):
         model = engine.module
         y = engine(x)
-        y.register_hook(lambda g: model.last.bias.data.add_(g.mean(0)))
+
+        def hook(g):
+            model.last.bias.data.add_(g.mean(0))
+
+        y.register_hook(hook)
         return y
 
     return trained(run, forward=forward)

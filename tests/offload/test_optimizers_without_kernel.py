@@ -322,6 +322,38 @@ def test_a_mode_has_seen_a_step_when_the_call_returns():
         assert counts.count >= len(list(model.parameters()))
 
 
+class ByMask(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                p.sub_(p.grad * self.state[p].get("mask", getattr(p, "mask", 1.0)))
+
+
+@pytest.mark.parametrize("of_state", [False, True])
+def test_what_a_step_reads_may_change_as_soon_as_it_has_returned(of_state):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(30)))
+    optimizer = ByMask(model.parameters())
+    masks = [torch.ones(p.shape) for p in model.parameters()]
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"):
+        for p, mask in zip(model.parameters(), masks, strict=True) if not of_state else ():
+            p.mask = mask
+        for step in range(2):
+            before = [p.detach().clone() for p in model.parameters()]
+            for p, mask in zip(model.parameters(), masks, strict=True):
+                p.grad = mask.fill_(1.0).clone()
+            optimizer.step()
+            for mask in masks:
+                mask.fill_(100.0)
+            assert all((p - one + 1).abs().max() < 1e-5 for p, one in zip(model.parameters(), before, strict=True))
+            for p, mask in zip(model.parameters(), masks, strict=True) if of_state and step == 0 else ():
+                optimizer.state[p]["mask"] = mask
+
+
 def test_a_group_of_before_a_load_is_no_longer_the_optimizers():
     with (found := one_step()).engine:
         before = found.optimizer.param_groups[0]
