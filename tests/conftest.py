@@ -14,7 +14,7 @@ import gc
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import pytest
 import torch
@@ -94,3 +94,28 @@ class _Missing:
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine measures its disk for 0.6 s when it is made, and tests make thousands."""
     monkeypatch.setattr("offload.tiers.bandwidth._SECONDS", 0.002)
+
+
+@pytest.fixture(autouse=True)
+def thread_as_it_was() -> Iterator[None]:
+    """A test that leaves the thread with what changes the next ones in it fails itself."""
+    before = _of_thread()
+    yield
+    assert _of_thread() == before
+
+
+def _of_thread() -> dict[str, object]:
+    """What autograd and the modes of torch do in this thread."""
+    autograd = torch._C._autograd
+    return {
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._current_graph_task_id()),
+        "hooks of saved tensors": (
+            autograd._saved_tensors_hooks_get_disabled_error_message(),
+            autograd._top_saved_tensors_default_hooks(True),
+        ),
+        "modes": (
+            torch.overrides._get_current_function_mode_stack(),
+            torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+        ),
+        "default dtype": torch.get_default_dtype(),
+    }

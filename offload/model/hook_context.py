@@ -94,10 +94,7 @@ class HookContext:
         goes_on = bool(self.open or self.entering - {own} or any(end() is not None for end in self.tasks.values()))
         if self.in_forward or together or (goes_on and one_thread):
             self.thread = before
-            raise OffloadError(
-                "two threads run the model at once, and the engine brings weights in for one: give each thread its "
-                "turn (a threading.Lock around forward and backward)"
-            )
+            raise two_threads()
 
     def save(self, *, following: HookContext) -> None:
         """Another context computes now: its units' parameters stand in the model, and not this one's."""
@@ -115,3 +112,11 @@ class HookContext:
         for unit, calls in self._saved:
             unit.restore(calls)
         self._saved = []
+
+
+def two_threads() -> OffloadError:
+    """One comes to a unit that another one uses."""
+    return OffloadError(
+        "two threads run the model at once, and the engine brings weights in for one: give each thread its turn "
+        "(a threading.Lock around forward and backward)"
+    )

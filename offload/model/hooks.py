@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from offload.errors import ConfigError
 from offload.model.habits import TOGETHER
 from offload.model.handle import Handle
-from offload.model.hook_context import HookContext
+from offload.model.hook_context import HookContext, two_threads
 from offload.model.installed_hooks import HookOfModel, InstalledHooks
 from offload.model.listeners import Interleaving, Listener, pass_on
 from offload.model.outputs import first_node, own_copy, tensors_in
@@ -191,15 +191,23 @@ class Hooks:
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
         if unit.forward_depth == 0:
             self._begin_forward(unit)
+        elif self._is_of_another_thread(unit):
+            raise two_threads()
         unit.forward_depth += 1
         if unit.recomputes and not torch.compiler.is_compiling():
             unit.called = module
 
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
-        if unit.forward_depth == 0:
-            return output  # the pre-hook of this call raised: there is nothing to undo
-        unit.forward_depth -= 1
-        return output if unit.forward_depth > 0 else self._end_forward(unit, output)
+        if unit.forward_depth == 1:
+            return self._end_forward(unit, output)
+        if unit.forward_depth and not self._is_of_another_thread(unit):  # else the pre-hook of this call raised
+            unit.forward_depth -= 1
+        return output
+
+    def _is_of_another_thread(self, unit: UnitInModel) -> bool:
+        """The call under way is."""
+        call = unit.call
+        return not torch.compiler.is_compiling() and call is not None and call.thread != get_ident()
 
     def _enter_forward(self, unit: UnitInModel) -> None:
         """The outermost call of the unit's modules begins. Modes around it do not see what is done here: one of a
@@ -239,6 +247,9 @@ class Hooks:
 
     def _finish_forward(self, unit: UnitInModel, output: Any) -> Any:
         """It is over. Returns its output, without views of the weights."""
+        if unit.call is None or unit.call.thread != get_ident():
+            return output  # another thread's goes on: the pre-hook of this one raised
+        unit.forward_depth = 0
         leaves = tensors_in(output)
         if any(map(unit.holds, leaves)):
             output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
