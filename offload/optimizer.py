@@ -184,6 +184,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         (``__setstate__``). An optimizer by name has no such class: it keeps its options, and decays as its name says.
         """
         kind, side = _class_of_user(self), self._engine_side
+        self.param_groups = [dict(own) for own in self.param_groups]  # who holds one of before has that, as in torch
         for own, loaded in zip(self.param_groups, groups, strict=True):
             options = options_of(loaded)
             if kind is torch.optim.Optimizer:

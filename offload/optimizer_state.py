@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
@@ -33,6 +34,12 @@ class StateView(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         return self._states.of(key) if isinstance(key, nn.Parameter) else self.entries[key]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a ``defaultdict``, which makes nothing then."""
+        if key in self:
+            return self[key]
+        return default
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if not isinstance(key, nn.Parameter):
@@ -71,6 +78,9 @@ class StateView(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._states.parameters()) + len(self.entries)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(self))
 
     def __contains__(self, key: object) -> bool:
         return any(key is parameter for parameter in self)

@@ -288,6 +288,8 @@ class Step:
         if busy is not None and not updates_wait:
             speculative.balance(*busy)
         self.updater.start(remaining)
+        if verdict.rule.is_watched:
+            self.updater.wait_for_step()
         self.activations.step_taken(report)
         self.growth.step_taken()
         self.level.end_step()

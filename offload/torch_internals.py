@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from operator import is_, methodcaller
 from types import FrameType
 from typing import Any, TypeAlias
@@ -179,6 +180,40 @@ def top_hooks_step_aside() -> None:
     if top is not None:
         top[0].steps_aside = True  # type: ignore[attr-defined]
 
+
+Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
+"""How one is read and set."""
+
+
+def _fp32_precisions() -> Iterator[Setting]:
+    for of in [("generic", "all"), *product(("mkldnn", "cuda"), ("all", "matmul", "conv", "rnn"))]:
+        try:
+            get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+            get(*of)
+        except (AttributeError, RuntimeError):  # before torch 2.9
+            continue
+        yield partial(get, *of), partial(put, *of)
+
+
+FP32_PRECISIONS = tuple(_fp32_precisions())
+"""Formats that fp32 is rounded to within operations of a library, those that others follow first."""
+
+KERNEL_FLAGS: tuple[Setting, ...] = tuple(
+    (getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}"))
+    for name in (
+        "mkldnn_enabled",
+        "mkldnn_deterministic",
+        "nnpack_enabled",
+        "cudnn_enabled",
+        "cudnn_benchmark",
+        "cudnn_deterministic",
+        "cublas_allow_fp16_accumulation",
+        "cpu_allow_fp16_reduced_precision_reduction",
+        "math_sdp_allow_fp16_bf16_reduction",
+    )
+    if hasattr(torch._C, f"_get_{name}") and hasattr(torch._C, f"_set_{name}")
+)
+"""Flags of libraries. ``torch.backends`` reads them more slowly, and refuses to set them once flags are frozen."""
 
 never_compiled: Callable[[Any], Any] = found(torch, "_disable_dynamo")
 """Keeps a function out of what ``torch.compile`` makes of its callers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from offload.access import ExternalAccess
 from offload.errors import ConfigError
 from offload.model.backing import ParameterBacking
-from offload.model.state_handle import StatesOfParameter
+from offload.model.state_handle import StatesInEngine, StatesOfParameter
 from offload.optim.rule import Rule
 from offload.ranks.agreement import fact_of_all
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec, local_tensor
@@ -41,13 +41,15 @@ class OptimizerStates:
     verdict: Verdict
     access: ExternalAccess
     wait_for_updates: Callable[[], None]
+    _looked_at: dict[nn.Parameter, StatesInEngine] = field(default_factory=dict)
+    """The way to the states of each parameter that was looked at."""
 
     def of_all(self) -> dict[nn.Parameter, States]:
-        """Copies of all states, fp32 masters of 16-bit weights included."""
+        """Copies of all states, fp32 masters of 16-bit weights and the user's own entries included."""
         self.wait_for_updates()
         found: dict[ParameterSpec, States] = {}
         for unit in self.units:
-            for spec, states in self._read(unit, unit.trainable).items():
+            for spec, states in self._read(unit, unit.trainable, copied=True).items():
                 if self.access.layout.formats.master:
                     states[_MASTER] = self.backings[spec].read_master()
                 found[spec] = {name: self._kept(value) for name, value in states.items()}
@@ -59,12 +61,14 @@ class OptimizerStates:
 
     def replace_all(self, states: dict[nn.Parameter, States]) -> None:
         """Take over states by parameter. The others have taken no step."""
+        for parameter in self._looked_at:
+            self._leave(parameter)
         by_spec = self._by_spec(states)
         others = {spec for spec in self.verdict.num_steps if spec not in by_spec}
         with self.access.failure:
             self._agree(by_spec)
             self.access.changing(self.units)
-            num_steps = self._write(by_spec)
+            num_steps = self._write(by_spec, copied=True)
             self._reset(others)
             self.verdict.num_steps = num_steps
         for spec, values in by_spec.items():
@@ -77,6 +81,11 @@ class OptimizerStates:
 
     def of(self, parameter: nn.Parameter) -> States:
         """The states of one parameter, as handles. None are there before its first step."""
+        if parameter not in self._looked_at:
+            self._looked_at[parameter] = self._way_to(parameter)
+        return StatesOfParameter(self._looked_at[parameter])
+
+    def _way_to(self, parameter: nn.Parameter) -> StatesInEngine:
         specs = self.specs[parameter]
         name = specs[0].piece.whole.name if specs[0].piece is not None else specs[0].name
 
@@ -91,24 +100,32 @@ class OptimizerStates:
 
         def write(states: States) -> None:
             if not states:
-                self.forget(parameter)
-            elif not read():
+                self._forget(parameter)
+            elif specs[0] not in self.verdict.num_steps:
                 raise ConfigError(
                     f"parameter {name} has taken no step since its states were made anew, and has none to put "
                     f"{', '.join(states)} beside: give all of them, optimizer.state[parameter] = {{...}}"
                 )
             else:
-                self.replace(parameter, states)
+                self._replace(parameter, states)
 
-        return StatesOfParameter(name, self.rule.names(specs[0]), read, write)
+        return StatesInEngine(name, lambda: self.rule.names(specs[0]), read, write)
 
     def replace(self, parameter: nn.Parameter, states: States) -> None:
-        """Take over the states of one parameter."""
+        """Take over the states of one parameter. Who looked at those before keeps them."""
+        self._leave(parameter)
+        self._replace(parameter, states)
+
+    def _replace(self, parameter: nn.Parameter, states: States) -> None:
         by_spec = self._by_spec({parameter: states})
         with self.access.failure:
             self._agree(by_spec)
             self.access.changing(self.units)
             self.verdict.num_steps.update(self._write(by_spec))
+
+    def _leave(self, parameter: nn.Parameter) -> None:
+        if parameter in self._looked_at:
+            self._looked_at[parameter].leave()
 
     def _agree(self, by_spec: Mapping[ParameterSpec, States]) -> None:
         """Ranks take over the same states, or all of them end with an error."""
@@ -118,7 +135,11 @@ class OptimizerStates:
         )
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Make the states of one parameter what they are before its first step."""
+        """Make the states of one parameter what they are before its first step. Who looked at them keeps them."""
+        self._leave(parameter)
+        self._forget(parameter)
+
+    def _forget(self, parameter: nn.Parameter) -> None:
         present = {spec for spec in self.specs[parameter] if spec in self.verdict.num_steps}
         if not present:
             return
@@ -130,8 +151,10 @@ class OptimizerStates:
 
     # Of parameters and pieces.
 
-    def _read(self, unit: UnitSpec, specs: Sequence[ParameterSpec]) -> dict[ParameterSpec, States]:
-        """Copies of the states of those that have taken a step."""
+    def _read(
+        self, unit: UnitSpec, specs: Sequence[ParameterSpec], *, copied: bool = False
+    ) -> dict[ParameterSpec, States]:
+        """Copies of the states of those that have taken a step. What lies in no tile is as it is, if not ``copied``."""
         steps = self.verdict.num_steps
         parts: dict[ParameterSpec, dict[str, list[torch.Tensor]]] = {spec: {} for spec in specs if spec in steps}
         with self.access.failure:
@@ -139,16 +162,18 @@ class OptimizerStates:
                 for span in elements.spans(unit, parts) if parts else ():
                     for name, view in elements.states(span).items():
                         parts[span.spec].setdefault(name, []).append(view.clone())
+            loose = {spec: self.rule.loose_states(spec, steps[spec]) for spec in parts}
             return {
                 spec: {
-                    **copy.deepcopy(self.rule.loose_states(spec, steps[spec])),
+                    **(copy.deepcopy(loose[spec]) if copied else loose[spec]),
                     **{name: self._whole(spec, name, of_spec.get(name, [])) for name in self.rule.names(spec)},
                 }
                 for spec, of_spec in parts.items()
             }
 
-    def _write(self, by_spec: Mapping[ParameterSpec, States]) -> dict[ParameterSpec, int]:
-        """Take over states, moments in any format; the steps that each parameter has taken.
+    def _write(self, by_spec: Mapping[ParameterSpec, States], *, copied: bool = False) -> dict[ParameterSpec, int]:
+        """Take over states, moments in any format; the steps that each parameter has taken. What lies in no tile is
+        taken as it is, if not ``copied``: who holds it may change it.
 
         Raises ``ValueError`` for one that is missing or has another size; nothing was changed then.
         """
@@ -167,7 +192,8 @@ class OptimizerStates:
         for spec, values in own.items():
             resting = {*self.rule.names(spec), *self.rule.shapes_like(spec, values)}
             loose = {name: value for name, value in values.items() if name not in resting}
-            steps[spec] = self.rule.set_loose_states(spec, loose)
+            loose = copy.deepcopy(loose) if copied else loose
+            steps[spec] = self.rule.set_loose_states(spec, loose, held=not copied)
         return steps
 
     def _reset(self, specs: set[ParameterSpec]) -> None:
@@ -230,7 +256,8 @@ class OptimizerStates:
             whole[name] = flat.view(first.piece.whole.shape) if per_element and first.piece is not None else flat
         if _MASTER in whole:
             whole[_MASTER] = torch.cat([of_piece[_MASTER] for of_piece in states.values()])
-        return {name: self._kept(value) for name, value in whole.items()}
+        resting = {*self.rule.names(first), _MASTER}
+        return {name: self._kept(value) if name in resting else value for name, value in whole.items()}
 
     def _by_spec(self, states: Mapping[nn.Parameter, States]) -> dict[ParameterSpec, States]:
         """The other way round, for several parameters."""

@@ -18,6 +18,9 @@ from offload.tiers.gradients.store import Gradient
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 from swapper import OffloadError
 
+_LARGEST = 2.0**24
+"""Factors up to it, and down to its reciprocal, are put off together: a gradient of 1e-31 stays a normal number."""
+
 
 class PlainGradientBacking:
     """Backs the handle of one gradient, ``parameter.grad``: of all that has the ``origin``."""
@@ -109,11 +112,15 @@ class PlainGradientBacking:
 
     def puts_off(self, factor: float) -> bool:
         """``multiply`` gives the bits of a product here and now. It would not where two factors become one that is
-        rounded, which those of a loss scale may."""
-        if self._own is not None or is_power_of_two(factor):
+        rounded, which those of a loss scale may, or where what lies between two products has no normal number."""
+        if self._own is not None:
             return True
         known = self._known()
-        return known.scale == known.came_with or is_power_of_two(known.scale)
+        if known.scale == known.came_with:
+            return True
+        before = known.scale / known.came_with
+        is_exact = is_power_of_two(before) or is_power_of_two(factor)
+        return is_exact and all(1 / _LARGEST <= abs(each) <= _LARGEST for each in (before, factor, before * factor))
 
     def multiply(self, factor: float) -> None:
         """Multiply it, when the update reads it. A speculative update with another factor does not pass the verdict."""

@@ -94,7 +94,7 @@ class GradientHandle(Handle):
                 return handle
             if func in (_aten.div_.Tensor, _aten.div_.Scalar) and _is_number(args[1]):
                 number = _number(args[1])
-                if is_power_of_two(number):
+                if is_power_of_two(number) and handle._backing.puts_off(1 / number):
                     handle._backing.multiply(1 / number)
                     return handle
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -121,7 +121,7 @@ def _zero(gradients: list[torch.Tensor]) -> None:
 
 
 def is_power_of_two(number: float) -> bool:
-    """A product with it is exact, so that it may be taken together with another one."""
+    """A product with it is exact, as long as it is neither too large nor too small for its dtype."""
     return math.frexp(abs(number))[0] == 0.5
 
 

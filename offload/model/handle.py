@@ -335,6 +335,12 @@ class Handle(torch.Tensor):
             memo[id(self)] = self.ordinary()
         return memo[id(self)]  # type: ignore[no-any-return]
 
+    def __copy__(self) -> torch.Tensor:
+        """Another tensor over the same value, as in torch: a leaf of its own."""
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(self, self.requires_grad)
+        return self.detach().requires_grad_(self.requires_grad)
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         ForkingPickler.register(cls, for_another_process)

@@ -37,6 +37,7 @@ from offload.model.micro_batch import Ended, MicroBatch, Place, Stage
 from offload.model.surroundings import Surroundings
 from offload.model.under_way import in_thread
 from offload.model.unit_in_model import UnitInModel
+from offload.settings import Settings
 from offload.torch_internals import graph_task
 from offload.units import ParameterSpec
 from swapper import OffloadError
@@ -162,8 +163,10 @@ class MicroBatches:
         following = self._following() or own
         self.hooks.keep(following.unit)
         if following is not own:
+            settings = Settings()
             self._give_turn(following)
             self._wait_for_turn(own)
+            settings.put()
         own.stage = Stage.COMPUTING
 
     def left(self, unit: UnitInModel, start: int) -> None:

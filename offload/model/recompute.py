@@ -32,10 +32,10 @@ from torch.utils.checkpoint import checkpoint
 from offload.model.forward_costs import Unmeasured
 from offload.model.forward_state import State, changed_since, not_to_be_run_again, version_of
 from offload.model.named import Variable
-from offload.model.ran_in import RanIn
 from offload.model.scripted import stopped_in_script
 from offload.model.under_way import in_first_run
 from offload.model.unit_in_model import UnitInModel
+from offload.ran_in import RanIn
 from offload.torch_internals import graph_task, put_together, taken_apart, top_hooks_step_aside
 
 Weights: TypeAlias = tuple[list[int], list[int]]
@@ -184,8 +184,7 @@ class _RunsOfCall:
     def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
         top_hooks_step_aside()
         if self._state is not None:
-            with self._state.before():
-                self._ran_in.run(lambda: self._of.again(forward, self._weights))
+            self._of.again(lambda: self._as_first(forward), self._weights)
             return None
         state = State(self._of.module, arguments, self._of.unit.spec.name, self._of.of_kinds)
         try:
@@ -200,6 +199,13 @@ class _RunsOfCall:
             self._state = state
         self._weights = self._of.weights()
         return output
+
+    def _as_first(self, forward: Callable[[], Any]) -> None:
+        """Run it in the state and the modes of the first run. The unit is in use by then: that state has its ordinary
+        parameters, and not its handles."""
+        assert self._state is not None
+        with self._state.before():
+            self._ran_in.run(forward)
 
 
 class _TracedRuns(_RunsOfCall):

@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from offload.device.protocol import Processor
+from offload.settings import Settings
 from offload.torch_internals import found, others_listen
 
 
@@ -35,13 +36,14 @@ class Surroundings:
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._default_device = torch.get_default_device()
         self._num_threads = torch.get_num_threads()
+        self._settings = Settings()
         self._variables = contextvars.copy_context()
         self.can_be_carried = not others_listen() and self.kept_for_all_threads() is None
 
     def left(self) -> Surroundings | None:
         """What the thread that calls this leaves, where it has entered these and changed them; None: it has not."""
         now = Surroundings(self._processor)
-        kept = ("_grad", "_inference", "_autocast", "_autocast_cache", "_default_device", "_num_threads")
+        kept = ("_grad", "_inference", "_autocast", "_autocast_cache", "_default_device", "_num_threads", "_settings")
         is_same = all(getattr(now, name) == getattr(self, name) for name in kept)
         before = dict(self._variables.items())
         variables = dict(now._variables.items())
@@ -56,6 +58,7 @@ class Surroundings:
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self._autocast_cache)
         torch.set_num_threads(self._num_threads)
+        self._settings.put()
         if torch.get_default_device() != self._default_device:
             torch.set_default_device(self._default_device)
         torch.set_grad_enabled(self._grad)
@@ -91,6 +94,7 @@ class Surroundings:
         torch.set_autocast_cache_enabled(self._autocast_cache)
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
+        self._settings.put()
         with contextlib.ExitStack() as modes:
             if torch.get_default_device() != self._default_device:
                 modes.enter_context(self._default_device)

@@ -30,6 +30,7 @@ class KernelRule(LooseStates):
     """A native kernel over tiles of any length. See ``Rule``."""
 
     repeatable = True
+    is_watched = False
     replayable = True
     uniform = True
     is_one_kernel = True

@@ -21,7 +21,7 @@ class LooseStates:
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
         return {"step": torch.tensor(float(step)), **self._others.get(spec, {})}
 
-    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
+    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any], *, held: bool = False) -> int:
         self._others[spec] = {name: value for name, value in states.items() if name != "step"}
         return int(states.get("step", 1))
 

@@ -89,6 +89,7 @@ class MatrixRule(LooseStates, WholeParameters):
     """Steps of whole parameters. See ``Rule``."""
 
     repeatable = True
+    is_watched = False
     replayable = False
     uniform = False
     is_one_kernel = False

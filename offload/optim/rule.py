@@ -135,6 +135,11 @@ class Rule(TileLayout, Protocol):
     """``apply`` runs one kernel and does nothing else. So it need not wait for its end, and can write elsewhere than it
     reads: all elements from ``start`` to ``stop``, and no others."""
 
+    @property
+    def is_watched(self) -> bool:
+        """The caller's modes see the operations of the step that has begun, or the program holds what it reads: it is
+        carried out before the call returns."""
+
     def products(self, unit: UnitSpec) -> float:
         """FLOP of products of matrices that a step of the unit takes, as far as it is known."""
 
@@ -190,8 +195,8 @@ class Rule(TileLayout, Protocol):
     def set_shared(self, shared: Mapping[str, Any]) -> None:
         """Take over what ``get_shared`` gave."""
 
-    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
-        """Take over what ``loose_states`` gave; the number of steps taken."""
+    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any], *, held: bool = False) -> int:
+        """Take over what ``loose_states`` gave, which the program may have ``held``; the number of steps taken."""
 
     def forget_states(self, spec: ParameterSpec) -> None:
         """The parameter has no states, as before its first step."""

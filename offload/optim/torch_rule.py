@@ -10,6 +10,7 @@ import copy
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from offload import kernels
 from offload.errors import ConfigError, warn
 from offload.memory import tensor_at
+from offload.optim.called_in import CalledIn
 from offload.optim.formats import Formats
 from offload.optim.rule import Group, SteppingParameter, TileBytes
 from offload.optim.shared_state import SharedState, cannot, is_data, same
@@ -33,10 +35,11 @@ _KINDS_MAX = 3
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """A step of the optimizer: its shared state before and after it."""
+    """A step of the optimizer: its shared state before and after it, and what was on where it was called."""
 
     before: SharedState
     after: SharedState
+    called_in: CalledIn
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,16 +97,18 @@ class TorchRule(WholeParameters):
         )
         self._first = [next((spec for spec in specs if spec.numel), None) for _, specs in groups]
         """Of each group the parameter that it was cut from."""
-        self._step = _Step(self._shared, self._shared)
+        self._step = _Step(self._shared, self._shared, CalledIn())
         self._stepping: Mapping[ParameterSpec, SteppingParameter] = {}
         self._late: set[str] = set()
-        """States that have come after the first step, and were warned of."""
+        """States that have come after the first step, and were warned of, and entries of the user's."""
         self._absent: dict[ParameterSpec, frozenset[str]] = {}
         """States for which there is room and that are not there, of parameters that have others."""
         self._schemas: dict[tuple[torch.Size, int], list[tuple[Any, Schema]]] = {}
         """States of parameters of a shape in a group: by what else tells them apart."""
         self._schema_of: dict[ParameterSpec, Schema] = {}
         """Those of each parameter, as it was when the engine was made: room is reserved for these."""
+        self._held: set[ParameterSpec] = set()
+        """Those of whose loose states the program may hold some, and change them."""
         self._loose: dict[ParameterSpec, dict[str, Any]] = {}
         """Of each parameter that has taken a step: its states that lie in no tile."""
 
@@ -128,7 +133,16 @@ class TorchRule(WholeParameters):
         indices = frozenset(self._index[id(group)] for _, group in stepping.values())
         after = self._representatives.step(before, indices)
         after.give(optimizer, before)
-        self._step, self._stepping = _Step(before, after), stepping
+        self._step, self._stepping = _Step(before, after, CalledIn()), stepping
+
+    @property
+    def is_watched(self) -> bool:
+        attributes = (value for parameter, _ in self._stepping.values() for value in _attributes_of(parameter).values())
+        return (
+            self._step.called_in.is_watched
+            or not self._held.isdisjoint(self._stepping)
+            or any(map(_can_change, attributes))
+        )
 
     def check_options(self, spec: ParameterSpec, group: Group) -> None:
         """The optimizer looks at them itself, when it takes a step."""
@@ -181,7 +195,8 @@ class TorchRule(WholeParameters):
                 },
             }
         borrowed = {tensor.untyped_storage().data_ptr() for tensor in (parameter, parameter.grad, *resting.values())}
-        shared, found = self._twin.run(frozen.step.before.of_group(frozen.group), [[parameter]], {parameter: states})
+        before = frozen.step.before.of_group(frozen.group)
+        shared, found = self._twin.run(before, [[parameter]], {parameter: states}, frozen.step.called_in.call)
         difference = frozen.step.after.of_group(frozen.group).difference(shared)
         if difference is not None:
             why = (
@@ -208,12 +223,16 @@ class TorchRule(WholeParameters):
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
         return dict(self._loose.get(spec, {}))
 
-    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
-        self._loose[spec] = copy.deepcopy(states)
+    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any], *, held: bool = False) -> int:
+        can_change = held and any(name != "step" and _can_change(value) for name, value in states.items())
+        (self._held.add if can_change else self._held.discard)(spec)
+        self._loose[spec] = {name: _ordinary(value) for name, value in states.items()}
+        self._late |= {name for name, value in states.items() if _rests_in_tile(value)}  # the user's, or warned of
         return int(states.get("step", 1))
 
     def forget_states(self, spec: ParameterSpec) -> None:
         self._loose.pop(spec, None)
+        self._held.discard(spec)
         self._absent.pop(spec, None)
         if spec in self._first:
             self._representatives.set_states(self._group_of[spec], {})
@@ -283,13 +302,22 @@ class TorchRule(WholeParameters):
             )
 
 
+def _ordinary(value: Any) -> Any:
+    """The same, or a copy of a tensor of another class: a handle brings in what the update's thread would wait for."""
+    return copy.deepcopy(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
+
+
 def _owned(value: Any, borrowed: set[int]) -> Any:
-    """The same; tensors in borrowed memory are copied."""
+    """The same object, unless it holds tensors in borrowed memory, which are copied."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if value.untyped_storage().data_ptr() in borrowed else value
     if type(value) is dict:
-        return {key: _owned(item, borrowed) for key, item in value.items()}
-    return type(value)(_owned(item, borrowed) for item in value) if type(value) in (list, tuple) else value
+        items = {key: _owned(item, borrowed) for key, item in value.items()}
+        return items if any(items[key] is not item for key, item in value.items()) else value
+    if type(value) in (list, tuple):
+        owned = [_owned(item, borrowed) for item in value]
+        return type(value)(owned) if any(map(is_not, owned, value)) else value
+    return value
 
 
 def _kinds(specs: Sequence[ParameterSpec], states: Mapping[Any, Any]) -> list[Kind]:
@@ -312,6 +340,10 @@ def _attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
 
 def _rests_in_tile(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 1
+
+
+def _can_change(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, list, dict, set))
 
 
 def _describe(states: dict[str, tuple[torch.Size, torch.dtype]]) -> str:

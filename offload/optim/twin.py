@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -72,13 +72,15 @@ class Twin:
         shared: SharedState,
         params: Sequence[Sequence[nn.Parameter]],
         states: Mapping[nn.Parameter, States],
+        call: Callable[[Callable[[], Any]], Any] = lambda step: step(),
     ) -> tuple[SharedState, dict[nn.Parameter, States]]:
-        """Take a step: the shared state and the states afterwards. Parameters and states change in place, or not."""
+        """Take a step, by ``call``: the shared state and the states afterwards. Parameters and states change in place,
+        or not."""
         optimizer = self.begin(shared, params)
         optimizer.state.update({parameter: of_parameter for parameter, of_parameter in states.items() if of_parameter})
         try:
             with within_step_of(self.kind.__name__):
-                self.returned = self._step(optimizer)
+                self.returned = call(lambda: self._step(optimizer))
             after = SharedState.of(optimizer)
             return after, {key: dict(value) for key, value in optimizer.state.items() if isinstance(key, nn.Parameter)}
         finally:

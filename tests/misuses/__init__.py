@@ -52,6 +52,11 @@ _FILES = (
     "pasted_steps",
     "second_runs",
     "odd_pairs",
+    "states_by_hand",
+    "sixteen_bits",
+    "put_on_afterwards",
+    "programs_of_control",
+    "around_the_step",
 )
 
 FAMILIES: list[Family] = [import_module(f"misuses.{file}").family for file in _FILES]

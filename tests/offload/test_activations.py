@@ -7,12 +7,13 @@ import ctypes
 import pickle
 import random
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import Tiny, batches, loss_of, train
-from torch import nn
+from torch import backends, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import ActivationError, ConfigError, OffloadEngine, OffloadError, StorageIOError
@@ -334,6 +335,71 @@ def test_a_second_run_finds_what_was_changed_after_the_first_as_it_was():
     assert (module.eps, module.training, seen) == (0.5, False, [1, 2])
 
 
+class ByKernels(nn.Linear):
+    """Its result tells by which kernels it is computed."""
+
+    def forward(self, x):
+        factor = {"ieee": 1.0, "bf16": 0.5, "tf32": 2.0}[backends.mkldnn.matmul.fp32_precision]
+        return torch.tanh(super().forward(x) * (factor if backends.mkldnn.enabled else -factor))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_forward_has_its_own_settings_of_kernels_in_a_second_run_and_beside_others(together: bool):
+    found = []
+    precision = backends.mkldnn.matmul.fp32_precision
+    for trains in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(ByKernels(32, 32), nn.Tanh()) for _ in range(4)))
+        x = torch.randn(8, 32)
+
+        def body(index: int, model: nn.Module = model, x: torch.Tensor = x) -> None:
+            with backends.mkldnn.flags(enabled=bool(index)):
+                backends.mkldnn.matmul.fp32_precision = ("ieee", "bf16")[index]
+                y = model(x)
+            backends.mkldnn.matmul.fp32_precision = "tf32"
+            y.sum().backward()
+            backends.mkldnn.matmul.fp32_precision = precision
+
+        if not trains:
+            body(0)
+            body(1)
+            found.append([p.grad.clone() for p in model.parameters()])
+            continue
+        with OffloadEngine(model, optimizer="sgd", lr=0.1, precision="fp32", activations="recompute") as engine:
+            for _ in range(2):  # the first micro-batch of all runs alone
+                engine.optimizer.zero_grad()
+                if together:
+                    engine.together([0, 1], body)
+                else:
+                    body(0)
+                    body(1)
+                found.append([p.grad.clone() for p in model.parameters()])
+    for plain, *ours in zip(*found, strict=True):
+        assert all(torch.equal(plain, one) for one in ours)
+    assert backends.mkldnn.enabled and backends.mkldnn.matmul.fp32_precision == precision
+
+
+class Enlarges(nn.Linear):
+    """Whether denormal numbers are flushed shows in its result, and in what it saves."""
+
+    def forward(self, x):
+        return torch.tanh(1e37 * (super().forward(x) * 1e-20 * 1e-18))
+
+
+def test_a_second_run_flushes_denormal_numbers_where_the_first_did():
+    found = []
+    for trains in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(Enlarges(32, 32), nn.Linear(32, 32)) for _ in range(4)))
+        with OffloadEngine(model, precision="fp32", activations="recompute") if trains else nullcontext():
+            torch.set_flush_denormal(True)
+            y = model(torch.randn(64, 32))
+            torch.set_flush_denormal(False)
+            y.sum().backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 class Counter:
     def __init__(self) -> None:
         self.calls, self.of_each = 0, {"outputs": [0]}
@@ -437,7 +503,7 @@ def test_a_weight_that_two_runs_would_find_different_is_an_error(how: str):
         blocks[3].how = how
         if how in ("data", "no_grad") or (how == "bytes" and not can_swap_memory()):  # bytes of a copy are looked at
             with pytest.raises(ConfigError, match=r'unit 3: its forward writes to its weights.*"3": "keep"'):
-                engine(torch.ones(2, 32))
+                engine(torch.ones(200, 32))
             return
         loss = engine(torch.ones(2, 32)).sum()
         if "between" in how:

@@ -263,3 +263,15 @@ def test_memory_that_a_handle_does_not_have_is_an_error_and_no_crash():
     handle = make_handle(backing, backing.value.shape, torch.float32, torch.device("cpu"), True)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         to_dlpack(handle.detach())
+
+
+def test_a_shallow_copy_is_a_leaf_over_the_same_value(engine):
+    head = engine.module.head
+    copies = [copy.copy(head.weight), copy.copy(head.weight.data), copy.copy(head.weight[1:2])]
+    with torch.no_grad():
+        head.weight.add_(1)
+    for each, first in zip(copies, (0, 0, 1), strict=True):
+        assert torch.equal(each.detach(), head.weight[first : first + len(each)])
+    assert [each.requires_grad for each in copies] == [True, False, True] and copies[0] is not head.weight
+    copies[0].square().sum().backward()
+    assert head.weight.grad is None and copies[0].grad is not None

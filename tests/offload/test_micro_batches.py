@@ -172,6 +172,35 @@ class Remembering(Tiny):
         return self.head(self.norm(x))
 
 
+class Enough(Exception):
+    """Carries the output of the block that ends a forward."""
+
+
+class _Ending(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if x[0, 0, 0] > 0:
+            raise Enough(out)
+        return out
+
+
+class Ending(Tiny):
+    """A block ends the forward by an exception, sooner or later."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64)
+        self.blocks = nn.ModuleList(_Ending(64) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        try:
+            for block in self.blocks:
+                x = block(x)
+        except Enough as enough:
+            (x,) = enough.args
+        return self.head(self.norm(x))
+
+
 def _keeps_products(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if operation in products else CheckpointPolicy.PREFER_RECOMPUTE
@@ -410,6 +439,11 @@ def test_models_of_all_kinds_run_together(make: Callable[[], nn.Module], share: 
     assert together.read_bytes[-1] < share * loop.read_bytes[-1]
     if make is not Routed:  # whose micro-batches come to some units at other times than the others
         assert together.write_bytes <= 1.02 * together.planned_write_bytes
+
+
+def test_a_recomputed_block_that_ends_a_forward_by_an_exception_runs_together(tmp_path: Path):
+    loop, together = both(Ending, tmp_path, k=3, activations="recompute")
+    together.check_bits_of(loop)
 
 
 @pytest.mark.one_in(2)

@@ -3,10 +3,15 @@ with the reason."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +31,7 @@ from optimizer_pieces import (
     own_norm,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import ConfigError, OffloadEngine
 from offload.optim.shared_state import SharedState
@@ -240,6 +246,122 @@ def test_an_option_that_comes_out_otherwise_later_on_is_one_error():
         engine.synchronize()
 
 
+# What is on around a step.
+
+FACTOR: ContextVar[float] = ContextVar("FACTOR", default=1.0)
+
+
+class Projected(torch.optim.Optimizer):
+    """A step with products of matrices, which asks for a context variable."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                grad = p.grad.view(len(p), -1)
+                p.sub_((grad @ grad.t() @ grad).view(p.shape).to(p.dtype), alpha=0.1 * FACTOR.get())
+
+
+class Counts(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.sub_.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def factor_of_two():
+    token = FACTOR.set(2.0)
+    try:
+        yield
+    finally:
+        FACTOR.reset(token)
+
+
+@contextmanager
+def flushing():
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("around", [partial(torch.autocast, "cpu", torch.bfloat16), factor_of_two, flushing])
+def test_a_step_is_computed_with_what_is_on_around_it(around):
+    found = []
+    for trains in (False, True):
+        model = net()
+        optimizer = Projected(model.parameters())
+        with OffloadEngine(model, optimizer=optimizer, precision="fp32") if trains else nullcontext():
+            for size, on in ((1.0, nullcontext), (1.0, around), (1e-13, around)):
+                for p in model.parameters():
+                    p.data.mul_(size > 1e-3)  # what a tiny step leaves of zero can be seen
+                    p.grad = torch.full_like(p, size)
+                with on():
+                    optimizer.step()
+                optimizer.zero_grad()
+            found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_mode_has_seen_a_step_when_the_call_returns():
+    model = net()
+    optimizer = Projected(model.parameters())
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with Counts() as counts:
+            optimizer.step()
+        assert counts.count >= len(list(model.parameters()))
+
+
+class ByMask(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                p.sub_(p.grad * self.state[p].get("mask", getattr(p, "mask", 1.0)))
+
+
+@pytest.mark.parametrize("of_state", [False, True])
+def test_what_a_step_reads_may_change_as_soon_as_it_has_returned(of_state):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(30)))
+    optimizer = ByMask(model.parameters())
+    masks = [torch.ones(p.shape) for p in model.parameters()]
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"):
+        for p, mask in zip(model.parameters(), masks, strict=True) if not of_state else ():
+            p.mask = mask
+        for step in range(2):
+            before = [p.detach().clone() for p in model.parameters()]
+            for p, mask in zip(model.parameters(), masks, strict=True):
+                p.grad = mask.fill_(1.0).clone()
+            optimizer.step()
+            for mask in masks:
+                mask.fill_(100.0)
+            assert all((p - one + 1).abs().max() < 1e-5 for p, one in zip(model.parameters(), before, strict=True))
+            for p, mask in zip(model.parameters(), masks, strict=True) if of_state and step == 0 else ():
+                optimizer.state[p]["mask"] = mask
+
+
+def test_a_group_of_before_a_load_is_no_longer_the_optimizers():
+    with (found := one_step()).engine:
+        before = found.optimizer.param_groups[0]
+        found.optimizer.load_state_dict(found.optimizer.state_dict())
+        before["lr"] = 7.0
+        assert found.optimizer.param_groups[0]["lr"] == 0.1
+
+
 # What users do to the object.
 
 
@@ -290,6 +412,65 @@ def test_an_entry_of_the_users_own_stays_beside_the_states():
         assert found.optimizer.state_dict()["state"][4]["slow"].eq(3).all()
         assert found.optimizer.state[found.p].pop("slow").eq(3).all()
         assert "slow" not in found.optimizer.state[found.p]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, type("OwnAdamW", (torch.optim.AdamW,), {})])
+def test_parameters_exchange_their_states_and_one_that_was_taken_out_comes_back(kind):
+    model = net()
+    model.up = nn.Linear(9, 4)
+    optimizer = kind(model.parameters(), lr=0.1)
+    one, other = model.down.weight, model.up.weight
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"):
+        for number, parameter in enumerate((one, other), 1):
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(number)),
+                "exp_avg": torch.full((4, 9), float(number)),
+                "exp_avg_sq": torch.full((4, 9), 10.0 * number),
+            }
+        state, seen = optimizer.state, optimizer.state[one]["exp_avg"][1:3]
+        state[one], state[other] = state[other], state[one]
+        assert [(float(state[p]["step"]), float(state[p]["exp_avg"].mean())) for p in (one, other)] == [(2, 2), (1, 1)]
+        assert seen.eq(1).all()
+        ours, theirs = state[one], state[other]
+        ours["exp_avg"], theirs["exp_avg"] = theirs["exp_avg"], ours["exp_avg"]
+        assert [float(state[p]["exp_avg"].mean()) for p in (one, other)] == [1, 2]
+        taken = state.pop(one)
+        assert one not in state and taken["exp_avg"].eq(1).all() and state.get(one) is None
+        state[one] = taken
+        assert float(state[one]["exp_avg_sq"].mean()) == 20 and float(state[one]["step"]) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda states: pickle.loads(pickle.dumps(states))])
+def test_what_is_put_into_a_copy_of_states_does_not_reach_the_engine(copied):
+    with (found := one_step()).engine:
+        for states in (copied(found.optimizer.state[found.p]), copied(found.optimizer.state)):
+            next(iter(states.values()))  # it can be read
+            states["step"] = torch.tensor(7.0)
+        assert int(found.optimizer.state[found.p]["step"]) == 1 and "step" not in found.optimizer.state
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, type("OwnAdamW", (torch.optim.AdamW,), {})])
+def test_an_entry_of_the_users_own_is_the_tensor_that_was_put_there(kind):
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.1)
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"):
+        train(model, optimizer, 1)
+        states = optimizer.state[model.down.weight]
+        slow = states["slow"] = torch.zeros(4, 9)
+        notes = states["notes"] = []
+        states["other"] = 1
+        slow.add_(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # it is no state of the optimizer's
+            train(model, optimizer, 1)
+            assert optimizer.state[model.down.weight]["slow"].eq(1).all()
+        optimizer.state[model.down.weight]["slow"].mul_(3)
+        optimizer.state[model.down.weight]["notes"].append("x")
+        assert slow.eq(3).all() and notes == ["x"]
+        loaded = optimizer.state_dict()
+        optimizer.load_state_dict(loaded)
+        optimizer.state[model.down.weight]["slow"].mul_(2)
+        assert slow.eq(3).all() and loaded["state"][4]["slow"].eq(3).all()
 
 
 def test_a_state_that_the_optimizer_needs_cannot_be_taken_out_alone():

@@ -52,6 +52,26 @@ def test_clip_grad_norm_of_torch_clips_and_moves_nothing(engine, monkeypatch):
         torch.testing.assert_close(model.get_parameter(name).detach().clone(), parameter.detach(), rtol=1e-3, atol=1e-4)
 
 
+def test_products_that_lose_bits_or_signs_lose_them_here(engine):
+    def changed(model, dividing=False):
+        first, second, third = (block.up.weight.grad for block in model.blocks[:3])
+        first.mul_(2.0**-140)
+        first.div_(2.0**-140) if dividing else first.mul_(2.0**100).mul_(2.0**40)
+        for _ in range(30):
+            second.div_(2.0**5) if dividing else second.mul_(2.0**-5)
+        third.zero_()
+        third.mul_(-1)
+        return first.clone(), second.clone(), 1 / third
+
+    model, plain = engine.module, built()
+    for dividing in (False, True):
+        for module in (model, plain):
+            module.zero_grad()
+            loss_of(module(batches(1)[0][0]), batches(1)[0][1]).backward()
+        for ours, theirs in zip(changed(model, dividing), changed(plain, dividing), strict=True):
+            assert torch.equal(ours, theirs)
+
+
 def test_the_engines_own_clipping_is_the_same(tmp_path: Path):
     results = []
     for own in (True, False):

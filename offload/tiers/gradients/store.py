@@ -257,7 +257,7 @@ class GradientStore:
         of = self._of[unit.index]
         known = of.known.get(spec)
         if spec in of.zeroed:
-            return torch.zeros(spec.shape, dtype=torch.float32)
+            return torch.zeros(spec.shape, dtype=torch.float32) * (1.0 if known is None else known.scale)
         if not self.is_kept(unit, spec):
             raise OffloadError(
                 f"the gradient of {spec.name} was used by the last step, and is stored on NVMe, where it is not kept: "

@@ -1,4 +1,4 @@
-"""Modes of torch, its settings and context variables that a forward ran in, for a second run of it.
+"""Modes of torch, its settings and context variables that something ran in, for a second run or another thread.
 
 Torch's checkpoint restores autocast, the default device and random generators alone, and a backward has other modes
 than its forward: it is called outside of a ``with`` (one that chooses kernels of attention, for example), and a
@@ -8,44 +8,43 @@ than its forward: it is called outside of a ``with`` (one that chooses kernels o
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TypeVar
 
 import torch
-from torch.backends import cuda
 
+from offload.settings import Settings
 from offload.torch_internals import dispatch_modes, function_modes, without_dispatch_mode, without_function_mode
 
 _KINDS = ((function_modes, without_function_mode), (dispatch_modes, without_dispatch_mode))
 """Of each kind of modes: those that are entered, and a context without the last one."""
 
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-)
-"""Settings that decide what a forward computes, or by which kernel: how each is read and set."""
+_SMALLEST_NORMAL = sys.float_info.min
+
+T = TypeVar("T")
 
 
 class RanIn:
     """The modes, settings and variables of the thread that makes this."""
 
     def __init__(self) -> None:
-        self._settings = [get() for get, _ in _SETTINGS]
+        self._settings = Settings()
+        self._flushes = _flushes()
         self._modes = [entered() for entered, _ in _KINDS]
         self._variables = contextvars.copy_context()
 
-    def run(self, function: Callable[[], object]) -> None:
-        """Call ``function`` in the same. Variables that it sets are as before afterwards."""
-        self._variables.copy().run(self._within, function)
+    @property
+    def has_modes(self) -> bool:
+        """Something sees each operation."""
+        return any(self._modes)
 
-    def _within(self, function: Callable[[], object]) -> None:
+    def run(self, function: Callable[[], T]) -> T:
+        """Call ``function`` in the same. Variables that it sets are as before afterwards."""
+        return self._variables.copy().run(self._within, function)
+
+    def _within(self, function: Callable[[], T]) -> T:
         with ExitStack() as stack:
             for then, (entered, without_last) in zip(self._modes, _KINDS, strict=True):
                 modes = entered()
@@ -54,8 +53,14 @@ class RanIn:
                         stack.enter_context(without_last())
                     for mode in then:
                         stack.enter_context(mode)
-            for value, (get, put) in zip(self._settings, _SETTINGS, strict=True):
-                if (now := get()) != value:
-                    stack.callback(put, now)
-                    put(value)
-            function()
+            stack.callback(Settings().put)
+            self._settings.put()
+            if self._flushes is not (now := _flushes()):
+                stack.callback(torch.set_flush_denormal, now)
+                torch.set_flush_denormal(self._flushes)
+            return function()
+
+
+def _flushes() -> bool:
+    """This thread takes denormal numbers for zeros (``torch.set_flush_denormal``, which torch does not tell)."""
+    return _SMALLEST_NORMAL / 2 == 0
