@@ -124,7 +124,7 @@ def grad_and_value_with_aux(place):
     return found, values(model)
 
 
-@family.refused(
+@family.works_or_refused(
     "per-sample gradients of the last layer, clipped, by `vmap(grad(functional_call))` over one block of the model",
     "not wrapped",
 )
