@@ -383,9 +383,7 @@ def dp_sgd(place):
     return norms, values(engine.module)
 
 
-@family.works_or_refused(
-    "per-sample gradients by `torch.func.vmap(grad)` over `functional_call` with detached parameters", "create_graph"
-)
+@family.works("per-sample gradients by `torch.func.vmap(grad)` over `functional_call` with detached parameters")
 def per_sample_by_func(place):
     engine = place.wrap(_mlp())
     model = engine.module
