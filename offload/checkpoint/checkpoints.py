@@ -14,7 +14,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from offload.access import ExternalAccess
@@ -40,6 +39,7 @@ from offload.checkpoint.run_state import RunState, TakeGradients
 from offload.checkpoint.saved_steps import SavedSteps
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
+from offload.option_values import as_path
 from offload.tiers.gradients.last_step import LastGradients
 from offload.tiers.gradients.sink import GradientSink
 from offload.tiers.store import EngineStore, RecordExtents
@@ -212,7 +212,7 @@ class Checkpoints:
 
     def save_dcp(self, path: str | os.PathLike[str]) -> None:
         """See ``OffloadEngine.save_dcp``."""
-        target = Path(path).expanduser()
+        target = as_path("dir", path)
         self._run.wait_for_updates()
         from offload.checkpoint.dcp.save import save  # with it comes a second's worth of torch
 
@@ -304,7 +304,7 @@ class Checkpoints:
     def load_dcp(self, path: str | os.PathLike[str], *, states: bool) -> None:
         """See ``OffloadEngine.load_dcp``."""
         self._begin_loading()
-        target = Path(path).expanduser()
+        target = as_path("dir", path)
         rule = self._access.layout.rule if states else None
         from offload.checkpoint.dcp.load import DistributedLoading
 

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from offload.checkpoint.workplace import Workplace, clear_left_over, is_workplace
 from offload.errors import ConfigError
+from offload.option_values import as_path
 from swapper import OffloadError, StorageFull, readable_bytes
 from swapper.errors import failed, unusable
 
@@ -36,7 +37,7 @@ class Unfinished:
     """
 
     def __init__(self, target: str | os.PathLike[str]) -> None:
-        self.target = Path(target).expanduser()
+        self.target = as_path("dir", target)
         self._made = not self.target.exists()
         try:
             make_directory(self.target)

@@ -660,3 +660,12 @@ def test_another_runs_store_on_the_path_stays(tmp_path: Path):
         engine.load_checkpoint()
         assert engine.global_step == 2
     assert len(list((tmp_path / "a").glob("*.store"))) == 2
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", 5, b"x"])
+@pytest.mark.parametrize("name", ["save_checkpoint", "load_checkpoint", "save_model", "save_dcp", "load_dcp"])
+def test_what_is_no_directory_is_named(name: str, path: object, make_model, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with OffloadEngine(make_model()) as engine, pytest.raises(ConfigError, match="dir: expected a path, got"):
+        getattr(engine, name)(path)
+    assert not list(tmp_path.iterdir())

@@ -37,6 +37,7 @@ from offload.checkpoint.native.run_identity import RunIdentity, clear_held
 from offload.checkpoint.publish import make_directory, sync_folder, write_synced
 from offload.checkpoint.workplace import Workplace, clear_left_over
 from offload.errors import ConfigError, warn
+from offload.option_values import as_path
 from offload.ranks.ranks import Ranks
 from swapper import Generation, OffloadError, StoreMissing
 from swapper.checked import Refused, read_regular
@@ -51,7 +52,7 @@ class CheckpointDirectory:
     """Checkpoints under ``path``."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).expanduser()
+        self.path = as_path("dir", path)
 
     def folder(self, tag: str) -> Path:
         """Folder of the checkpoint of this tag. Raises ``ConfigError`` for a tag that cannot be a name."""
