@@ -29,8 +29,9 @@ T = TypeVar("T")
 class RanIn:
     """The modes, settings and variables of the thread that makes this."""
 
-    def __init__(self) -> None:
-        self._settings = Settings()
+    def __init__(self, *, with_settings: bool = True) -> None:
+        """All threads have the settings in common: a thread beside the program's must not put them."""
+        self._settings = Settings() if with_settings else None
         self._flushes = _flushes()
         self._modes = [entered() for entered, _ in _KINDS]
         self._variables = contextvars.copy_context()
@@ -53,8 +54,9 @@ class RanIn:
                         stack.enter_context(without_last())
                     for mode in then:
                         stack.enter_context(mode)
-            stack.callback(Settings().put)
-            self._settings.put()
+            if self._settings is not None:
+                stack.callback(Settings().put)
+                self._settings.put()
             if self._flushes is not (now := _flushes()):
                 stack.callback(torch.set_flush_denormal, now)
                 torch.set_flush_denormal(self._flushes)

@@ -9,15 +9,18 @@ from typing import TypeVar
 import torch
 
 from offload.ran_in import RanIn
+from offload.settings import Settings
 
 T = TypeVar("T")
 
 
 class CalledIn:
-    """Modes, autocast, settings and context variables of the thread that makes this."""
+    """Modes, autocast and context variables of the thread that makes this, and the settings that all threads have."""
 
     def __init__(self) -> None:
-        self._ran_in = RanIn()
+        self._ran_in = RanIn(with_settings=False)
+        self.settings = Settings()
+        """They are in force while the call of ``optimizer.step()`` lasts: a step that wants them is over by then."""
         self._casts = _casts()
 
     @property

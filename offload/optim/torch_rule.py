@@ -98,6 +98,7 @@ class TorchRule(WholeParameters):
         self._first = [next((spec for spec in specs if spec.numel), None) for _, specs in groups]
         """Of each group the parameter that it was cut from."""
         self._step = _Step(self._shared, self._shared, CalledIn())
+        self._usual = self._step.called_in.settings
         self._stepping: Mapping[ParameterSpec, SteppingParameter] = {}
         self._late: set[str] = set()
         """States that have come after the first step, and were warned of, and entries of the user's."""
@@ -140,6 +141,7 @@ class TorchRule(WholeParameters):
         attributes = (value for parameter, _ in self._stepping.values() for value in _attributes_of(parameter).values())
         return (
             self._step.called_in.is_watched
+            or self._step.called_in.settings != self._usual
             or not self._held.isdisjoint(self._stepping)
             or any(map(_can_change, attributes))
         )
