@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from threading import Event, get_ident
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from optimizer_pieces import (
     noise,
     own_norm,
 )
+from tiny import batches, loss_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -715,3 +718,35 @@ def test_options_that_came_after_a_state_dict_are_gone_once_it_is_loaded():
         assert engine.optimizer.param_groups[0]["k"] == 2
         engine.optimizer.load_state_dict(first)
         assert "k" not in engine.optimizer.param_groups[0]
+
+
+class _Waits(torch.optim.RMSprop):
+    """Its step waits in any thread but the program's."""
+
+    under_way: Event
+    go_on: Event
+    program: int
+
+    def step(self, closure: Any = None) -> Any:
+        if get_ident() != _Waits.program:
+            _Waits.under_way.set()
+            assert _Waits.go_on.wait(60)
+        return super().step(closure)
+
+
+def test_settings_that_a_program_changes_while_a_step_is_carried_out_stay_changed(make_model):
+    _Waits.under_way, _Waits.go_on, _Waits.program = Event(), Event(), get_ident()
+    before, model = torch.backends.mha.get_fastpath_enabled(), make_model()
+    try:
+        with OffloadEngine(model, optimizer=_Waits(model.parameters(), lr=1e-3)) as engine:
+            tokens, targets = batches(1)[0]
+            engine.backward(loss_of(engine(tokens), targets))
+            engine.step()
+            assert _Waits.under_way.wait(60)
+            torch.backends.mha.set_fastpath_enabled(not before)
+            _Waits.go_on.set()
+            engine.synchronize()
+            assert torch.backends.mha.get_fastpath_enabled() is not before
+    finally:
+        _Waits.go_on.set()
+        torch.backends.mha.set_fastpath_enabled(before)
