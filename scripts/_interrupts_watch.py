@@ -82,6 +82,7 @@ class Watch:
             return None
         if self._points:
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            self._come_to(Place(_path(frame.f_code), frame.f_lineno, frame.f_lasti), frame)
         return self._local
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
@@ -90,7 +91,7 @@ class Watch:
         return self._line
 
     def _point(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "opcode" and frame.f_lasti in _handling_points(frame.f_code):
+        if event == "opcode" and frame.f_lasti in handling_points(frame.f_code):
             self._come_to(Place(_path(frame.f_code), frame.f_lineno, frame.f_lasti), frame)
         return self._point
 
@@ -153,9 +154,10 @@ def _exits(code: CodeType) -> frozenset[int]:
 
 
 @cache
-def _handling_points(code: CodeType) -> frozenset[int]:
-    """The instructions before which CPython handles signals: the first one, and those after calls and after jumps back;
-    not those that an exception of the call itself would not pass."""
+def handling_points(code: CodeType) -> frozenset[int]:
+    """The instructions before which CPython handles signals: those after calls and after jumps back; not those that an
+    exception of the call itself would not pass. It does so, too, where a function begins and a generator goes on: that
+    is where their tracing begins."""
     instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
     protected = getattr(dis.Bytecode(code), "exception_entries", ())
 
@@ -164,9 +166,7 @@ def _handling_points(code: CodeType) -> frozenset[int]:
 
     found = set()
     for before, instruction in zip([None, *instructions], instructions, strict=False):
-        if instruction.opname == "RESUME" and instruction.arg == 0:
-            found.add(instruction.offset)
-        elif before is not None and before.opname.startswith("CALL") and before.opname != "CALL_INTRINSIC_1":
+        if before is not None and before.opname.startswith("CALL") and before.opname != "CALL_INTRINSIC_1":
             if instruction.offset not in _exits(code) and handler(before.offset) == handler(instruction.offset):
                 found.add(instruction.offset)
         elif before is not None and before.opname.startswith("JUMP_BACKWARD") and isinstance(before.argval, int):

@@ -44,15 +44,16 @@ class Once:
     """A piece of work that is done once, by the thread that comes first; what it raises is kept in ``error``.
 
     ``call`` gets the seconds that it may take. It is to be done again if it raises ``TimeoutError``, or if Ctrl-C ends
-    it. ``then`` is called with this when it is over. No lock is held meanwhile: the work belongs to the thread that has
-    taken it out of ``_to_do``.
+    it. ``then`` is called with this when it is over. No lock is held meanwhile: the work belongs to the first thread
+    of those that have put themselves down for it, and Ctrl-C takes a thread off that list wherever it strikes.
     """
 
-    __slots__ = ("_over", "_then", "_to_do", "error")
+    __slots__ = ("_at_it", "_call", "_over", "_then", "error")
 
     def __init__(self, call: Callable[[float], None], then: Callable[[Once], object] = lambda _: None) -> None:
-        self._to_do = [call]
+        self._call: Callable[[float], None] | None = call
         self._then = then
+        self._at_it: list[object] = []
         self._over = Latch()
         self.error: Exception | None = None
 
@@ -77,28 +78,29 @@ class Once:
             self._over.wait(min(left_s, _LOOK_S))  # the other thread may give the work back
 
     def _try(self, timeout_s: float) -> bool:
-        """Do it here, unless another thread is at it. True: it was done here."""
-        call = None
-        over = False
+        """Do it here, unless another thread is at it. True: it was done."""
+        me = object()
         try:
-            try:
-                call = self._to_do.pop()
-            except IndexError:
+            self._at_it.append(me)
+            if self._at_it[0] is not me:
                 return False
-            try:
-                call(timeout_s)
-            except TimeoutError:
-                raise
-            except Exception as error:
-                self.error = error
-            over = True
+            if self._call is not None:
+                self._do(self._call, timeout_s)
+            return True
         finally:
-            if over:
-                self._over.set()
-                self._then(self)
-            elif call is not None:
-                self._to_do.append(call)
-        return True
+            if me in self._at_it:
+                self._at_it.remove(me)
+
+    def _do(self, call: Callable[[float], None], timeout_s: float) -> None:
+        try:
+            call(timeout_s)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            self.error = error
+        self._over.set()
+        self._call = None  # whoever keeps this keeps nothing that the work was about
+        self._then(self)
 
     def _run_quietly(self) -> None:
         with contextlib.suppress(TimeoutError):  # the next thread that waits goes on with it

@@ -5,6 +5,7 @@ import errno
 import threading
 
 import pytest
+from interrupted import at_every_point
 from store_helpers import fill, memory
 from store_ram_disk import Fault, FaultPlan, RamDevice, RamDisk
 
@@ -195,3 +196,18 @@ def test_work_that_was_interrupted_or_late_is_done_by_the_next_thread():
     assert work.over() and isinstance(work.error, StoreMisuse) and over == [work]
     work.run(0)
     assert reasons == []
+
+
+def test_work_that_is_interrupted_at_any_point_is_done_by_whoever_waits_next():
+    """A point lies between the taking of the work and the note that it is taken, and another one between its end and
+    the note of that: who waited next waited for a thread that was at nothing."""
+
+    def run(interrupted):
+        calls = []
+        work = Once(calls.append)
+        interrupted(lambda: work.run(30))
+        work.run(0.5)
+        assert work.over() and 1 <= len(calls) <= 2
+
+    assert at_every_point("swapper/checksum.py", run) > 5
+    assert at_every_point("aio_ext/latch.py", run) > 1
