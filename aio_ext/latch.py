@@ -11,7 +11,7 @@ that owns the state does it, and the caller sleeps on a lock of its own, which n
 from __future__ import annotations
 
 import time
-from _thread import allocate_lock
+from _thread import RLock, allocate_lock, get_ident
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -72,3 +72,22 @@ class Latch:
             if alarm.acquire(timeout=left):
                 break
         return self._is_set
+
+
+class Lock(RLock):  # type: ignore[misc]  # final in the stubs alone
+    """A lock for ``with``. It is the interpreter's own: no line of Python stands between its being taken and the block
+    that gives it back, where Ctrl-C would leave it taken for ever (https://bugs.python.org/issue29988)."""
+
+    _is_held = property(RLock._is_owned)  # type: ignore[attr-defined]
+    """The calling thread has it. To look at this is no call, after which CPython would handle signals."""
+
+    def free_during(self, wait: Callable[[], object]) -> None:
+        """Make the blocking call ``wait`` without the lock, which is held once; what it guards may have changed
+        afterwards."""
+        held_once = 1, get_ident()
+        try:
+            self.release()
+            wait()
+        finally:
+            if not self._is_held:  # Ctrl-C may have come before the release
+                self._acquire_restore(held_once)  # type: ignore[attr-defined]  # which no signal ends, as it does acquire

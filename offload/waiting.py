@@ -18,11 +18,12 @@ import queue
 import threading
 import time
 import weakref
-from _thread import RLock
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
+from aio_ext.latch import Latch, Lock
 from offload.errors import ConfigError, RankError, WaitTimeout
 from offload.interrupts import held_back
 from swapper import OffloadError, StorageError
@@ -139,11 +140,8 @@ def refuse_within_step() -> None:
         )
 
 
-class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone
+class Monitor(Lock):  # type: ignore[misc]  # as before
     """A lock that guards the state of one room, and the wait for a change of that state.
-
-    It is a lock of the interpreter's own, so that no line of Python stands between its being taken and the block that
-    gives it back: an interrupt there would keep it for ever (https://bugs.python.org/issue29988).
 
     Each owner says beside its monitor what it guards, and its place in the order of locks. The order, outermost first:
     speculative updates (``update.speculative``), weights on a device or gathered, weights in host memory
@@ -153,18 +151,22 @@ class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone
     def __init__(self, failure: Failure) -> None:
         super().__init__()
         self._failure = failure
-        self._condition = threading.Condition(self)
+        self._next_change: Latch | None = None
+        """What threads wait for; None: no thread waits."""
 
-    def wait(self, timeout_s: float) -> bool:
-        """Block until the next ``notify_all``, for so long at most; the lock, which must be held, is free meanwhile."""
-        return self._condition.wait(timeout_s)
+    def wait(self, timeout_s: float) -> None:
+        """Block until the next ``notify_all``, for so long at most; the lock, which is held once, is free meanwhile."""
+        change = self._next_change = self._next_change or Latch()
+        self.free_during(partial(change.wait, timeout_s))
 
     def notify_all(self) -> None:
         """The state has changed. The lock must be held."""
-        self._condition.notify_all()
+        change, self._next_change = self._next_change, None
+        if change is not None:
+            change.set()
 
     def wait_until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Block until ``condition``; the lock, which must be held, is free meanwhile.
+        """Block until ``condition``; the lock, which is held once, is free meanwhile.
 
         Raises the first fatal error, and ``WaitTimeout`` with ``what`` was waited for.
         """
@@ -173,16 +175,6 @@ class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone
             self._failure.check()
             deadline.check()
             self.wait(_SLICE_S)
-
-    def wait_for_transfer(self, wait: Callable[[], object]) -> None:
-        """Make the blocking call ``wait`` without the lock, which is held once; the state may have changed
-        afterwards."""
-        try:
-            self.release()
-            wait()
-        finally:
-            if not self._is_owned():  # type: ignore[attr-defined]  # an interrupt may have come before the release
-                self.acquire()
 
 
 class Deadline:
@@ -208,7 +200,7 @@ class Job:
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call
-        self._over = threading.Event()
+        self._over = Latch()
 
     def run(self, *, cancelled: bool = False) -> None:
         """Make the call. Calls take care of their errors: one that raises ends its worker."""
@@ -236,7 +228,7 @@ class Worker:
         self._name = name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._has_ended = threading.Event()
+        self._has_ended = Latch()
         self._stopping = False
 
     def submit(self, call: Callable[[], None]) -> Job:
@@ -247,7 +239,7 @@ class Worker:
             return job
         if self._thread is None:
             with held_back():
-                self._has_ended.clear()
+                self._has_ended = Latch()
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
         self._jobs.put(job)

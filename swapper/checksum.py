@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import struct
 import time
+from _thread import start_new_thread
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import xxhash
 
@@ -63,8 +63,8 @@ class Once:
 
     def start(self) -> None:
         """Have it done by one of the threads."""
-        with contextlib.suppress(RuntimeError):  # the program ends, so the work is not needed
-            _threads().submit(self._run_quietly)
+        with contextlib.suppress(RuntimeError):  # there are no more threads: who waits does it
+            _line().put(self)
 
     def run(self, timeout_s: float = IO_TIMEOUT_S) -> None:
         """Do it, or wait until another thread has done it. Raises ``TimeoutError`` after ``timeout_s``."""
@@ -102,15 +102,31 @@ class Once:
         self._call = None  # whoever keeps this keeps nothing that the work was about
         self._then(self)
 
-    def _run_quietly(self) -> None:
+    def run_quietly(self) -> None:
+        """Do it, unless another thread is at it and gives it back."""
         with contextlib.suppress(TimeoutError):  # the next thread that waits goes on with it
             self.run()
 
 
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """The threads of the process. Should two calls make them at a time, those of one end when their work is done."""
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="swapper-checksum")
+_lines: dict[int, SimpleQueue[Once]] = {}
+"""Work for the threads of this process, by its number. A forked child has no threads, and makes its own when needed."""
 
 
-os.register_at_fork(after_in_child=_threads.cache_clear)  # there the threads are gone: they are made anew when needed
+def _line() -> SimpleQueue[Once]:
+    """What is put there is done by one of the threads. These are bare, and the line is of the interpreter's own, see
+    [Note: Ctrl-C strikes anywhere]: the standard pool has locks that an interrupted call keeps."""
+    line = _lines.get(os.getpid())
+    if line is None:
+        candidate: SimpleQueue[Once] = SimpleQueue()
+        for _ in range(_THREADS):
+            start_new_thread(_work_off, (candidate,))
+        line = _lines.setdefault(os.getpid(), candidate)  # of two calls at a time one made threads with nothing to do
+    return line
+
+
+def _work_off(line: SimpleQueue[Once]) -> None:
+    while True:
+        line.get().run_quietly()
+
+
+os.register_at_fork(after_in_child=_lines.clear)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from swapper.checksum import seed
 from swapper.device import Transfer
@@ -50,12 +50,14 @@ class Places:
         return [self._generations.needed(extent.index) for extent in self.extents]
 
     def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool) -> Ticket:
-        with self._entered(extent, nbytes, reads=True):
+        with self._turns.lock:
+            self._enter(extent, nbytes, reads=True)
             place = self.records[extent.index].readable()
             return self._transfers.read(place.offset, address, nbytes, place.checksum, urgent=urgent)
 
     def read_part(self, generation: int, extent: Extent, start: int, address: int, nbytes: int) -> Transfer:
-        with self._entered(extent, extent.nbytes, reads=True):
+        with self._turns.lock:
+            self._enter(extent, extent.nbytes, reads=True)
             entry = self._generations.manifest_of(generation).entries[extent.index]
             if not entry.generation:
                 raise StoreMisuse(f"extent {extent.index} is no part of generation {generation}.")
@@ -104,12 +106,14 @@ class Places:
         return self._write(extent, nbytes, choose, begin)
 
     def flip(self, extent: Extent) -> None:
-        with self._entered(extent, extent.nbytes):
+        with self._turns.lock:
+            self._enter(extent, extent.nbytes)
             self.records[extent.index].flip()
             self._writes[extent.index] = self._shadow.pop(extent.index)
 
     def discard(self, extent: Extent) -> None:
-        with self._entered(extent, extent.nbytes):
+        with self._turns.lock:
+            self._enter(extent, extent.nbytes)
             self._writes.pop(extent.index, None)
             self.records[extent.index].reset(None)
 
@@ -163,13 +167,11 @@ class Places:
             elif current is None or current.number != wanted:
                 record.reset(self._place(extent, wanted, entry.generation, entry.checksum))
 
-    @contextlib.contextmanager
-    def _entered(self, extent: Extent, nbytes: int, *, reads: bool = False) -> Iterator[None]:
-        """``Turns.entered``, for so many bytes of an extent. Raises ``StoreMisuse`` for another number."""
-        with self._turns.entered(reads=reads):
-            if nbytes != extent.nbytes:
-                raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")
-            yield
+    def _enter(self, extent: Extent, nbytes: int, *, reads: bool = False) -> None:
+        """``Turns.enter``, for so many bytes of an extent. Raises ``StoreMisuse`` for another number."""
+        self._turns.enter(reads=reads)
+        if nbytes != extent.nbytes:
+            raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")
 
     def _write(
         self,
@@ -182,7 +184,8 @@ class Places:
         [Note: Space]."""
         record = self.records[extent.index]
         while True:
-            with self._entered(extent, nbytes):
+            with self._turns.lock:
+                self._enter(extent, nbytes)
                 number = choose(record, self._generations.needed(extent.index))
                 if self._space.has(extent, number):
                     return begin(record, self._place(extent, number, self._generations.next))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
+from aio_ext.latch import Latch, Lock
 from swapper.device import IO_TIMEOUT_S
 from swapper.errors import OffloadError, StorageCorrupt, StorageError, StorageIOError, StorageTimeout, StoreMisuse
 
@@ -25,32 +27,29 @@ class Turns:
 
     def __init__(self, where: str, damage: Sequence[str]) -> None:
         self.failure: OffloadError | None = None
-        self.lock = threading.Condition()
+        self.lock = Lock()
         """Lock of the store. Guards: its records and writes, its generations, ``failure`` and the turn.
         Order: after all of the engine's; the lock of the counts is taken under it. No I/O is waited for under it.
         One exception: with 16384 requests in flight a submission waits until one is over. The threads of ``aio_ext``
         see to that, and they take no lock of the store."""
         self._where = where
         self._damage = tuple(damage)
-        self._turn_of: object | None = None
-        """The call that has the store alone. What it changes is its own until this is None again."""
+        self._turn: Latch | None = None
+        """Set when the call is over that has the store alone. What that changes is its own until this is None again."""
         self._reads_go_on = False
         """Whether reads may begin while that call has the store."""
         self._pid = os.getpid()
 
-    @contextlib.contextmanager
-    def entered(self, *, reads: bool) -> Iterator[None]:
-        """Under the lock, once no call has the store alone, or one that lets ``reads`` go on. Raises if the store or
-        the caller is not fit for it."""
+    def enter(self, *, reads: bool) -> None:
+        """With the lock held, once: return when no call has the store alone, or one that lets ``reads`` go on; the lock
+        is free meanwhile. Raises if the store or the caller is not fit for it."""
         self._check_process()
-        with self.lock:
-            if not (reads and self._reads_go_on):
-                self._wait()
-                if self.failure is not None:
-                    raise self.failure
-            if not reads:
-                self._check_whole()
-            yield
+        if not (reads and self._reads_go_on):
+            self._wait()
+            if self.failure is not None:
+                raise self.failure
+        if not reads:
+            self._check_whole()
 
     @contextlib.contextmanager
     def alone(self, *, checked: bool = True, reads: bool = False) -> Iterator[None]:
@@ -59,19 +58,19 @@ class Turns:
         if checked:
             self._check_process()
             self._check_whole()
-        me = object()
+        mine = Latch()
         try:
             with self.lock:
                 self._wait()
                 if checked and self.failure is not None:
                     raise self.failure
-                self._turn_of, self._reads_go_on = me, reads
+                self._turn, self._reads_go_on = mine, reads
             yield
         finally:
             with self.lock:
-                if self._turn_of is me:
-                    self._turn_of, self._reads_go_on = None, False
-                    self.lock.notify_all()
+                if self._turn is mine:
+                    self._turn, self._reads_go_on = None, False
+            mine.set()
 
     @contextlib.contextmanager
     def fatal(self, what: str) -> Iterator[None]:
@@ -96,7 +95,10 @@ class Turns:
 
     def _wait(self) -> None:
         """Sleep, without the lock, until no call has the store alone."""
-        if not self.lock.wait_for(lambda: self._turn_of is None, IO_TIMEOUT_S):
-            raise StorageTimeout(
-                f"{self._where}: a commit, or another change of generations, is not over for {IO_TIMEOUT_S:.0f} s."
-            )
+        deadline = time.monotonic() + IO_TIMEOUT_S
+        while (turn := self._turn) is not None:
+            self.lock.free_during(partial(turn.wait, deadline - time.monotonic()))
+            if self._turn is not None and time.monotonic() >= deadline:
+                raise StorageTimeout(
+                    f"{self._where}: a commit, or another change of generations, is not over for {IO_TIMEOUT_S:.0f} s."
+                )

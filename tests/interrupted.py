@@ -7,8 +7,11 @@ import linecache
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 from _interrupts_watch import handling_points
 

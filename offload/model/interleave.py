@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from aio_ext.latch import Latch
+from offload.interrupts import held_back
 from offload.model.attributes import Attributes
 from offload.model.body import Body
 from offload.model.draws import generators_among, known_to, random_states
@@ -93,17 +95,19 @@ class MicroBatches:
         self._error: BaseException | None = None
         self._has_left = False
         """``surroundings`` are those that a micro-batch has left."""
-        self._over = threading.Event()
+        self._over = Latch()
         """No thread touches anything any more. What is above belongs to the thread that has the turn."""
 
     def run(self) -> list[Any]:
         """Run them; their results. The first error ends all, and is raised when they have ended."""
-        self._give_turn(self._begin_next())
         try:
+            with held_back():
+                self._give_turn(self._begin_next())
             self._wait_for_end()
-        except BaseException as error:  # an interrupt
+        except BaseException as error:  # an interrupt, or there is no room for a thread
             self._error = self._error or error
-            self._wait_for_end()
+            if self._all:
+                self._wait_for_end()
             raise
         if self._has_left:
             self.surroundings.take_on()

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from aio_ext.latch import Latch
 from offload.errors import RankError
 from offload.ranks.agreement import NO_FACTS, Facts, disagreement, told
 from offload.ranks.heartbeat import PATIENCE_S, Waiting
@@ -83,7 +84,7 @@ class Operation:
         self.own = own
         self.result: Any = None
         self._rounds = rounds
-        self._over = threading.Event()
+        self._over = Latch()
 
     def done(self) -> bool:
         """It was carried out."""

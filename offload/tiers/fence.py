@@ -58,8 +58,17 @@ class UpdateFence:
             refuse_within_step()
         if unit.index not in self.pending:
             return
+        with self._monitor:
+            self.wait_held(unit)
+
+    def wait_held(self, unit: UnitSpec) -> None:
+        """The same with the monitor held, once."""
+        if of_thread.stepping:
+            refuse_within_step()
+        if unit.index not in self.pending:
+            return
         token = object()
-        with self._monitor, self._meter.stall("update"):
+        with self._meter.stall("update"):
             try:
                 self._waiting.add(token)
                 self._monitor.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -9,10 +10,12 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from interrupted import at_every_point
 
+from aio_ext.latch import Latch
 from offload import waiting
 from offload.errors import WaitTimeout
-from offload.waiting import Failure, Monitor, Worker
+from offload.waiting import Failure, Job, Monitor, Worker
 from swapper import OffloadError, StorageIOError
 
 FOREVER_S = 20.0
@@ -54,9 +57,9 @@ class Watched(Monitor):
         super().__init__(failure)
         self.looked = threading.Semaphore(0)
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout_s: float) -> None:
         self.looked.release()
-        return super().wait(timeout)
+        super().wait(timeout_s)
 
 
 # Failure.
@@ -164,9 +167,9 @@ def test_a_transfer_is_waited_for_without_the_lock_and_it_is_taken_again_whateve
 
     events: list[str] = []
     with monitor:
-        monitor.wait_for_transfer(others_come_in)
+        monitor.free_during(others_come_in)
         with pytest.raises(StorageIOError):
-            monitor.wait_for_transfer(fail)
+            monitor.free_during(fail)
         monitor.notify_all()  # raises where the lock is not held
     assert events == ["another thread"]
 
@@ -207,13 +210,14 @@ def test_stop_lets_the_call_at_hand_end_and_makes_none_after_it(monkeypatch: pyt
     worker.submit(at_hand)
     later = [worker.submit(lambda: events.append("later")) for _ in range(3)]
     assert gate.entered.wait(FOREVER_S)
-    joining, wait = threading.Event(), worker._has_ended.wait
+    joining = threading.Event()
 
-    def tell(timeout: float | None = None) -> bool:
-        joining.set()
-        return wait(timeout)
+    class Told(Latch):
+        def wait(self, timeout: float | None = None) -> bool:
+            joining.set()
+            return super().wait(timeout)
 
-    monkeypatch.setattr(worker._has_ended, "wait", tell)
+    monkeypatch.setattr(worker, "_has_ended", Told())
     stop = Call(lambda: (worker.stop(), events.append("stopped")))
     assert joining.wait(FOREVER_S)
     gate.open.set()
@@ -323,3 +327,37 @@ def test_an_idle_worker_refers_to_nothing_of_its_owner() -> None:
     finally:
         gc.enable()
     worker.finish()
+
+
+# Interrupts.
+
+
+@pytest.mark.parametrize("part", ["/threading.py", "offload/waiting.py", "aio_ext/latch.py"])
+def test_a_wait_that_is_interrupted_at_any_point_leaves_no_lock_to_anybody(part, monkeypatch):
+    """``threading.Event`` has a lock within, which an interrupted wait keeps: the thread that ends the wait stood there
+    for ever, and an interrupted ``Condition.wait`` left a block without the lock that the block gives back."""
+    monkeypatch.setattr(waiting, "WAIT_TIMEOUT_S", 0.001)
+
+    def of_job(interrupted):
+        job = Job(lambda: None)
+        with contextlib.suppress(WaitTimeout):
+            interrupted(lambda: job.wait(str))
+        Call(job.run).result()
+        job.wait(str)
+
+    def of_monitor(interrupted):
+        monitor = Monitor(Failure())
+
+        def wait() -> None:
+            with monitor:
+                monitor.wait(0.001)
+
+        def tell() -> None:
+            with monitor:
+                monitor.notify_all()
+
+        interrupted(wait)
+        Call(tell).result()
+
+    num_points = [at_every_point(part, run) for run in (of_job, of_monitor)]
+    assert part == "/threading.py" or min(num_points) > 1

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from interrupted import at_every_point
 from store_helpers import fill, memory, open_files_under
 from store_ram_disk import Fault, FaultPlan, RamDevice, RamDisk
 
@@ -226,6 +227,25 @@ def test_ctrl_c_in_the_middle_of_a_write_beside_leaves_nothing_to_flip(on_ram, l
 
 
 # Space.
+
+
+@pytest.mark.parametrize("part", ["/threading.py", "/contextlib.py", "swapper/turns.py", "swapper/places.py"])
+def test_ctrl_c_at_any_point_of_a_call_leaves_the_store_to_the_other_threads(on_ram, lease, part):
+    """A lock whose taking is a line of Python was left taken, of the store or of the threads that work out checksums:
+    others stood there for ever."""
+    store = on_ram(FaultPlan())
+    put(store, 0, 1, lease).wait(30)
+
+    def run(interrupted):
+        interrupted(lambda: get(store, 0, lease))
+        found = []
+        other = threading.Thread(target=lambda: found.append(get(store, 0, lease)), daemon=True)
+        other.start()
+        other.join(5)
+        assert found == [{1}]
+
+    assert at_every_point(part, run) > 1 or part.startswith("/")
+    store.close()
 
 
 def test_the_store_has_the_space_of_all_places_and_they_do_not_touch_each_other(tmp_path: Path, lease):

@@ -11,8 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from aio_ext.latch import Latch
 from offload.checkpoint.native.folder import SavingDirectory
 from offload.errors import warn
+from offload.interrupts import held_back
 from offload.waiting import Deadline, Failure
 from swapper import DurableStore, OffloadError, StorageError, copy_generation
 from swapper.errors import failed
@@ -32,7 +34,7 @@ class BackgroundCopy:
         self._store = store
         self._failure = failure
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()
+        self._over = Latch()
         self._name = ""
         self._copied_bytes = 0
         self._is_given_up = False
@@ -44,12 +46,13 @@ class BackgroundCopy:
         """Copy a retained generation into ``directory``, give it its tag, call ``then``, and release it. No other copy
         may be under way: see ``wait``."""
         self._name = str(directory.target)
-        self._over.clear()
+        self._over = Latch()
         self._thread = threading.Thread(
             target=self._run, args=(generation, directory, then), name="offload-checkpoint", daemon=True
         )
         try:
-            self._thread.start()
+            with held_back():
+                self._thread.start()
         except RuntimeError:  # the system gives no more threads
             self._thread = None
             self._run(generation, directory, then)

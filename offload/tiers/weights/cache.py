@@ -113,7 +113,7 @@ class WeightCache(Generic[P]):
                 if computing:
                     self._learn(entry)
                 if self.fence.is_pending(entry.unit) and pin.purpose in (Purpose.COMPUTE, Purpose.LOOK):
-                    self.fence.wait(entry.unit)
+                    self.fence.wait_held(entry.unit)
                 self._pin(pin)
                 if computing:
                     self._fetch_ahead(wrap=not training)
@@ -230,7 +230,7 @@ class WeightCache(Generic[P]):
             under_way = next((transfer for transfer in entry.transfers() if not transfer.done()), None)
             if under_way is None:
                 return
-            self.monitor.wait_for_transfer(under_way.wait)  # meanwhile others may use the unit again
+            self.monitor.free_during(under_way.wait)  # meanwhile others may use the unit again
 
     def lend(self, entry: Entry[P]) -> P:
         """Give the place of a unit to its speculative update, until ``take_back``. Callers have seen that it has no
@@ -318,7 +318,7 @@ class WeightCache(Generic[P]):
                     return
                 transfer = self._transfer_in_the_way(entry, must)
             if transfer is not None:
-                self.monitor.wait_for_transfer(transfer.wait)
+                self.monitor.free_during(transfer.wait)
             elif must and self._compute_holds_all():
                 self._fetch_to(entry, self._add_place)
             else:
@@ -396,7 +396,7 @@ class WeightCache(Generic[P]):
     def _drop(self, entry: Entry[P]) -> None:
         """Evict a unit that is not in use, once its fetch is over."""
         while (fetch := entry.fetch) is not None and not fetch.done():
-            self.monitor.wait_for_transfer(fetch.wait)
+            self.monitor.free_during(fetch.wait)
         if entry in self.present:
             self.evict(entry)
 

@@ -3,11 +3,11 @@ its copy, one waits for copies to end and lets the host's memory go."""
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 
 import torch
 
+from aio_ext.latch import Latch
 from offload.device.protocol import Device, Event
 from offload.memory import tensor_at
 from offload.report.meter import Meter
@@ -66,7 +66,7 @@ class _Started:
     """The start of a copy."""
 
     def __init__(self, failure: Failure) -> None:
-        self.event = threading.Event()
+        self.event = Latch()
         self._failure = failure
 
     def done(self) -> bool:

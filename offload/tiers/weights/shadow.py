@@ -159,7 +159,7 @@ class ShadowSlots:
                 if entry.is_settled():
                     break
                 for transfer in entry.transfers():  # meanwhile others may use the unit again
-                    cache.monitor.wait_for_transfer(transfer.wait)
+                    cache.monitor.free_during(transfer.wait)
             slot: Slot = cache.lend(entry)
             return slot
 
