@@ -41,9 +41,21 @@ def held_back() -> Iterator[None]:
                 _signal.signal(number, came.__setitem__)
         yield
     finally:
-        for number in reversed(handlers):
-            _signal.signal(number, handlers[number])
-        _handle([(handlers[number], number, frame) for number, frame in came.items()])
+        try:
+            _put_back(list(handlers.items()))
+        finally:
+            _handle([(handlers[number], number, frame) for number, frame in came.items()])
+
+
+def _put_back(handlers: list[tuple[int, _Handler]]) -> None:
+    """The last one first. One that is put back may be called at once, and raise, while others are still to come."""
+    try:
+        while handlers:
+            _signal.signal(*handlers[-1])  # which handles signals before it changes anything
+            handlers.pop()
+    finally:
+        if handlers:
+            _put_back(handlers)
 
 
 def _handle(came: Sequence[tuple[_Handler, int, FrameType | None]]) -> None:

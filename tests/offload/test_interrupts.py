@@ -4,11 +4,13 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import Tiny, batches, least_budget, loss_of
 
+import offload.interrupts
 from offload import OffloadEngine
 from offload.interrupts import held_back
 
@@ -39,6 +41,32 @@ def test_where_it_is_nested_it_waits_for_the_end_of_the_outer_one():
             signal.raise_signal(signal.SIGINT)
         events.append("after the inner one")
     assert events == ["after the inner one"]
+
+
+def test_a_handler_that_raises_as_soon_as_it_is_put_back_keeps_no_other_from_it(monkeypatch):
+    """A time limit came then, and Ctrl-C did nothing from then on."""
+
+    struck: list[int] = []
+
+    def time_is_up(*_: object) -> None:
+        raise TimeoutError
+
+    def put(number: int, handler: object) -> None:
+        signal.signal(number, handler)
+        if handler is time_is_up and not struck:
+            struck.append(number)
+            signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGALRM, time_is_up)
+    try:
+        monkeypatch.setattr(offload.interrupts, "_signal", SimpleNamespace(signal=put, getsignal=signal.getsignal))
+        with pytest.raises(KeyboardInterrupt), held_back():
+            signal.raise_signal(signal.SIGINT)
+        assert struck and signal.getsignal(signal.SIGALRM) is time_is_up
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_every_handler_is_called_and_put_back_exactly():
