@@ -293,11 +293,14 @@ def can_swap_memory() -> bool:
         return False
 
 
+_inference: Callable[[bool], AbstractContextManager[None]] = found(torch._C, "_InferenceMode")
+
+
 def wrapper(cls: type[torch.Tensor], meta: torch.Tensor, device: torch.device) -> Any:
     """A tensor of class ``cls`` with the shape and dtype of ``meta``, on ``device``, and no memory: what would write
     there without an operation (``to_dlpack``) raises ``RuntimeError``. It is no inference tensor, wherever it is made:
     no view of an ordinary tensor is."""
-    with torch.inference_mode(False):
+    with _inference(False):  # not torch's own, which Ctrl-C can leave to end at any later time, and change modes then
         tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             meta.shape,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from interrupted import at_every_point
 from tiny import Tiny, batches, least_budget, loss_of
 
 import offload.interrupts
@@ -163,3 +164,26 @@ def test_a_step_that_is_interrupted_is_taken_whole_or_not_at_all(on_nvme: bool, 
         else:
             assert not all(torch.equal(found[name], value) for name, value in whole.items()), position
     assert seen == {1, 2}
+
+
+def test_ctrl_c_while_a_gradient_is_asked_for_leaves_gradients_on():
+    """A mode of torch's, ended late, put back what it had found in ``clip_grad_norm_``: no backward ran any more."""
+    tokens, targets = batches(1)[0]
+    with OffloadEngine(Tiny(16, 1), **OPTIONS) as engine:
+        parameter = next(engine.module.parameters())
+
+        def ask() -> None:
+            torch._C._set_grad_enabled(False)
+            try:
+                assert parameter.grad is not None
+            finally:
+                torch._C._set_grad_enabled(True)
+
+        def run(interrupted) -> None:
+            engine.optimizer.zero_grad()
+            loss_of(engine(tokens), targets).backward()
+            interrupted(ask)
+            assert torch.is_grad_enabled()
+
+        at_every_point("/grad_mode.py", run)
+        assert at_every_point("offload/torch_internals.py", run) > 1
