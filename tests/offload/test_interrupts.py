@@ -5,6 +5,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tiny import Tiny, batches, least_budget, loss_of
 import offload.interrupts
 from offload import OffloadEngine
 from offload.interrupts import held_back
+from offload.waiting import Job
 
 OPTIONS = {"precision": "fp32", "tile_bytes": 65536, "lr": 1e-2}
 
@@ -164,6 +166,28 @@ def test_a_step_that_is_interrupted_is_taken_whole_or_not_at_all(on_nvme: bool, 
         else:
             assert not all(torch.equal(found[name], value) for name, value in whole.items()), position
     assert seen == {1, 2}
+
+
+def test_a_commit_whose_wait_was_interrupted_is_waited_for_by_the_next_step(tmp_path: Path):
+    """It reads memory: a step that did not wait changed what it had still to read, and no checksum told."""
+    tokens, targets = batches(1)[0]
+    with OffloadEngine(Tiny(16, 1), **OPTIONS, durable=1, nvme_path=tmp_path) as engine:
+
+        def step() -> None:
+            engine.backward(loss_of(engine(tokens), targets))
+            engine.step()
+
+        step()
+        with pytest.MonkeyPatch.context() as patch:
+            wait = Mock(side_effect=KeyboardInterrupt)
+            patch.setattr(Job, "wait", wait)
+            for number in (1, 2):
+                engine.optimizer.zero_grad()
+                with pytest.raises(KeyboardInterrupt):
+                    step()
+                assert wait.call_count == number
+        engine.optimizer.zero_grad()
+        step()
 
 
 def test_ctrl_c_while_a_gradient_is_asked_for_leaves_gradients_on():

@@ -145,9 +145,8 @@ class Committer:
 
     def wait(self) -> None:
         """Return when no commit is under way. It may still need ``finish``."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.wait(lambda: "a commit")
+        if self._job is not None:  # and stays: an interrupted wait is followed by another one
+            self._job.wait(lambda: "a commit")
         self.failure.check()
 
     def finish(self) -> None:
