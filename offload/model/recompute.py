@@ -179,7 +179,7 @@ class _RunsOfCall:
         """The state that the first run began with."""
         self._weights: Weights = ([], [])
         """The weights that it has found."""
-        self._ran_in = RanIn()
+        self._ran_in: RanIn
 
     def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
         top_hooks_step_aside()
@@ -187,6 +187,7 @@ class _RunsOfCall:
             self._of.again(lambda: self._as_first(forward), self._weights)
             return None
         state = State(self._of.module, arguments, self._of.unit.spec.name, self._of.of_kinds)
+        self._ran_in = RanIn()
         try:
             with (
                 self._of.unit.saved_tensors.above(self._of.unit.spec.name),
