@@ -104,6 +104,9 @@ def test_a_compiled_block_that_changes_an_attribute_runs_as_it_is(compiler: None
         with OffloadEngine(model, nvme_path=tmp_path, host_memory="8MiB", lr=1e-2, **mode) as engine:
             found.append(train(engine, 2))
             assert model.blocks[0].num_calls == 2
+            with torch.no_grad():
+                engine(batches(1)[0][0])
+            assert model.blocks[0].num_calls == 3
     assert same(*found)
 
 
