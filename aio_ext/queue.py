@@ -9,6 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, cast
 
 from ._core import NATIVE, core
+from .notify import notifier_of_thread
 from .statistics import DirectionStatistics, Statistics
 from .ticket import Ticket
 
@@ -47,6 +48,7 @@ class Queue:
     def __init__(
         self, backend: str = "auto", depth: int = DEPTH, block_bytes: int = 1 << 20, num_threads: int = 4
     ) -> None:
+        notifier_of_thread()  # since Python 3.12 no thread begins at a program's end, which may be the first to need it
         self._core = _make_core(backend, depth, block_bytes, num_threads, self._plan)
         self._names: dict[int, str] = {}
         self._finalizer = weakref.finalize(self, _close_dropped, self._core)

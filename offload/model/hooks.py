@@ -193,11 +193,15 @@ class Hooks:
             self._begin_forward(unit)
         elif self._is_of_another_thread(unit):
             raise two_threads()
+        if unit.in_graph:
+            return
         unit.forward_depth += 1
         if unit.recomputes and not torch.compiler.is_compiling():
             unit.called = module
 
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
+        if unit.in_graph:
+            return output
         if unit.forward_depth == 1:
             return self._end_forward(unit, output)
         if unit.forward_depth and not self._is_of_another_thread(unit):  # else the pre-hook of this call raised

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from offload.errors import ConfigError
 from offload.model.gradient_handle import GradientHandle
 from offload.model.handle import Handle
-from offload.torch_internals import exchange_tensors, itself
+from offload.torch_internals import exchange_tensors, itself, no_dispatch
 from offload.units import Site
 
 
@@ -116,7 +116,7 @@ def _is_looked_at(parameter: nn.Parameter) -> bool:
     """Somebody has it in C++ who is not the node that accumulates its gradient."""
     count = parameter._use_count()  # type: ignore[attr-defined]
     if count == 2 and parameter.requires_grad and not parameter.is_inference():
-        with itself():
+        with itself(), no_dispatch():  # a handle of another class than its own, while the two are exchanged
             node = get_gradient_edge(parameter).node
         is_of_node = parameter._use_count() == 2  # type: ignore[attr-defined]  # else there was none before
         if is_of_node:

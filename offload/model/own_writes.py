@@ -89,6 +89,12 @@ class OwnWrites:
                 parameter.data = self._views[index]
                 yield index, value, other if are_moved[index] else None
 
+    def show(self, writes: Writes) -> None:
+        """The use goes on after ``end``: what was put back has its value, also where the memory is a copy."""
+        for index, value, other in writes:
+            if other is not None:
+                self._views[index].copy_(value)
+
     def is_written(self) -> bool:
         """Tell whether ``end`` would find a write, as the use stands."""
         return (

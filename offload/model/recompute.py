@@ -8,6 +8,10 @@ that afterwards: a second run finds it as the first one did, and leaves it as it
 forward writes to cannot be had again, nor those, or buffers, that somebody changes in place before the second run. What
 reaches others (a backward, hooks, a write to another unit's weights) cannot be done twice.
 
+[Note: Graphs that recompute] The graph of a compiled block keeps its inputs, and its backward makes the rest. Where the
+compiler cannot take a forward so, the call runs as if it were not compiled: the compiler does not cut within a ``try``,
+and leaves the function that has one to Python.
+
 A shallow copy of the module (``copy.copy``, a replica) has the same attributes, and this one among them. It runs its
 own class's forward, as it is.
 
@@ -82,7 +86,13 @@ class RecomputedForward:
         if not self.is_on:
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return checkpoint(_TracedRuns(self).run, *args, use_reentrant=False, **kwargs)
+            if not torch.is_grad_enabled():
+                return self.forward(*args, **kwargs)
+            self.unit.in_graph = True
+            try:  # see [Note: Graphs that recompute]
+                return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+            finally:
+                self.unit.in_graph = False
         called, self.unit.called = self.unit.called, None
         if called is not None and called is not self.module and vars(called).get("forward") is self:
             return self._own_of(called)(*args, **kwargs)
@@ -170,16 +180,43 @@ class RecomputedForward:
         return types.MethodType(type(module).forward, module)
 
 
-class _RunsOfCall:
+class _Runs:
     """The runs of one call: the first one, and those in backward."""
 
-    def __init__(self, of: RecomputedForward) -> None:
+    def __init__(
+        self,
+        of: RecomputedForward,
+        forward: Callable[..., Any],
+        given: tuple[Any, Any],
+        leaves: list[Any],
+        structure: Any,
+        places: Sequence[Sequence[int]],
+    ) -> None:
+        """The first run has the arguments that are ``given``: its caller sees what it puts into a list of them.
+        ``leaves`` of them, but for the tensors, each of which is at some ``places``: what is the same object in the
+        first run is so in the second one (``nn.MultiheadAttention`` asks)."""
         self._of = of
+        self._forward = forward
+        self._given: tuple[Any, Any] | None = given
+        self._leaves = leaves
+        self._structure = structure
+        self._places = places
         self._state: State | None = None
         """The state that the first run began with."""
         self._weights: Weights = ([], [])
         """The weights that it has found."""
         self._ran_in = RanIn()
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        args, kwargs = self._again(tensors) if self._given is None else self._given
+        is_first, self._given = self._given is not None, None
+        versions = [version_of(tensor) for tensor in tensors]
+        output = self._run([*self._leaves, *tensors], lambda: self._forward(*args, **kwargs))
+        if is_first and versions != [version_of(tensor) for tensor in tensors]:
+            raise not_to_be_run_again(
+                self._of.unit.spec.name, "writes to its arguments, which a second run would not find as they were"
+            )
+        return output
 
     def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
         top_hooks_step_aside()
@@ -206,50 +243,6 @@ class _RunsOfCall:
         assert self._state is not None
         with self._state.before():
             self._ran_in.run(forward)
-
-
-class _TracedRuns(_RunsOfCall):
-    """Those of a compiled block. A graph recomputes by itself: it keeps its inputs, and its backward makes the rest.
-    Where the compiler cannot take the forward so, torch's checkpoint runs it as it is."""
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._of.forward(*args, **kwargs)
-        return self._run([*args, *kwargs.values()], lambda: self._of.forward(*args, **kwargs))
-
-
-class _Runs(_RunsOfCall):
-    """Those of a block that is not compiled."""
-
-    def __init__(
-        self,
-        of: RecomputedForward,
-        forward: Callable[..., Any],
-        given: tuple[Any, Any],
-        leaves: list[Any],
-        structure: Any,
-        places: Sequence[Sequence[int]],
-    ) -> None:
-        """The first run has the arguments that are ``given``: its caller sees what it puts into a list of them.
-        ``leaves`` of them, but for the tensors, each of which is at some ``places``: what is the same object in the
-        first run is so in the second one (``nn.MultiheadAttention`` asks)."""
-        super().__init__(of)
-        self._forward = forward
-        self._given: tuple[Any, Any] | None = given
-        self._leaves = leaves
-        self._structure = structure
-        self._places = places
-
-    def __call__(self, *tensors: torch.Tensor) -> Any:
-        args, kwargs = self._again(tensors) if self._given is None else self._given
-        is_first, self._given = self._given is not None, None
-        versions = [version_of(tensor) for tensor in tensors]
-        output = self._run([*self._leaves, *tensors], lambda: self._forward(*args, **kwargs))
-        if is_first and versions != [version_of(tensor) for tensor in tensors]:
-            raise not_to_be_run_again(
-                self._of.unit.spec.name, "writes to its arguments, which a second run would not find as they were"
-            )
-        return output
 
     def _again(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The arguments as the first run found them, in containers of their own."""

@@ -56,5 +56,7 @@ class Resident:
         """Store what was written to them so far. They stay resident."""
         for unit in dict.fromkeys(self.held):
             if unit.num_holds:
-                self.hooks.store(unit, unit.own_writes.end())
+                writes = unit.own_writes.end()
+                self.hooks.store(unit, writes)
+                unit.own_writes.show(writes)
                 unit.own_writes.begin(is_copy=unit.is_copy)

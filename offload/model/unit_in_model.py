@@ -114,6 +114,7 @@ class UnitInModel:
         "forward_depth",
         "has_gradients",
         "in_backward",
+        "in_graph",
         "is_copy",
         "is_over",
         "nbytes",
@@ -160,6 +161,9 @@ class UnitInModel:
         """Modules of this unit whose forward is running."""
         self.call: Call | None = None
         """The outermost of them; None only before the first."""
+        self.in_graph = False
+        """A compiler traces what a graph will recompute. Nothing may be counted there: torch < 2.13 takes no graph that
+        assigns to what is outside of it."""
         self.recomputes = False
         """Its forward may run a second time, in backward."""
         self.called: nn.Module | None = None

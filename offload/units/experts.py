@@ -8,7 +8,6 @@ the model alone, so that the bits do not depend on a budget.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -88,7 +87,7 @@ def find_experts(
 
 def takes_implementation(module: nn.Module) -> bool:
     """Its class is one of ``transformers`` whose experts can be computed in several ways."""
-    forward = inspect.getattr_static(module, "forward", None)  # compiled modules have none on their class
+    forward = getattr(type(module), "forward", None)  # compiled modules have none there
     return hasattr(forward, "__wrapped__") and hasattr(getattr(module, "config", None), "_experts_implementation")
 
 

@@ -60,7 +60,7 @@ class Dropping(Block):
 def test_compiled_blocks_have_the_bits_and_graphs_of_without_and_keep_their_inputs_alone(
     compiler: None, make_model: Any, tmp_path: Path
 ):
-    results, kept_bytes, num_graphs = [], [], []
+    results, kept_bytes, cuts_and_graphs = [], [], []
     for mode in ({}, RECOMPUTE, NVME):
         torch._dynamo.reset()
         counters.clear()
@@ -76,11 +76,11 @@ def test_compiled_blocks_have_the_bits_and_graphs_of_without_and_keep_their_inpu
             with torch.no_grad():
                 losses.append(engine(batches(1)[0][0]).sum().item())
             results.append((losses, weights))
-            num_graphs.append(counters["stats"]["unique_graphs"])
+            cuts_and_graphs.append((counters["graph_break"].total(), counters["stats"]["unique_graphs"]))
     assert same(results[0], results[1])
     assert same(results[0], results[2])
     assert kept_bytes == [0, 0, (2 + 2) * 4 * 16 * 128 * 4]  # two blocks, and what the last norm and the head save
-    assert num_graphs == [num_graphs[0]] * 3
+    assert cuts_and_graphs == [(4, 2)] * 3  # before and after a block; one with gradients, and one without
 
 
 class Counting(Block):
@@ -104,6 +104,9 @@ def test_a_compiled_block_that_changes_an_attribute_runs_as_it_is(compiler: None
         with OffloadEngine(model, nvme_path=tmp_path, host_memory="8MiB", lr=1e-2, **mode) as engine:
             found.append(train(engine, 2))
             assert model.blocks[0].num_calls == 2
+            with torch.no_grad():
+                engine(batches(1)[0][0])
+            assert model.blocks[0].num_calls == 3
     assert same(*found)
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from offload import ConfigError, OffloadEngine
+from offload.tiers.window import CopyWindow
 from swapper import StoreMissing
 
 
@@ -55,9 +56,13 @@ def from_the_model(engine: OffloadEngine, path: Path) -> dict[str, Any]:
 SAVING = (from_checkpoint, from_files, from_dcp, from_the_model)
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("save", SAVING)
-def test_what_was_written_to_a_resident_block_is_saved(tmp_path: Path, save):
+def test_what_was_written_to_a_resident_block_is_saved(tmp_path: Path, save, copies: bool, monkeypatch):
     """It stays resident, unless the engine ends."""
+    if copies:
+        for module in ("planning", "assembly.compute"):
+            monkeypatch.setattr(f"offload.{module}.window_class", lambda: CopyWindow)
     with OffloadEngine(layers(), lr=1e-2) as engine, engine.resident(engine.module[1]):
         weight = engine.module[1].weight
         weight.data = torch.full((64, 64), 0.5)

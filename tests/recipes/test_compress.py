@@ -46,7 +46,7 @@ def test_a_checkpoint_is_quantised_from_its_files_which_stay_as_they_are(recipe,
     page.quantise(page.build(), page.calibration, tmp_path / "memory")
     before = _contents(tmp_path / "base")
     with OffloadEngine.from_pretrained(
-        page.AutoModelForCausalLM, tmp_path / "base", optimizer=None, nvme_path=tmp_path, host_memory="512KiB"
+        page.AutoModelForCausalLM, tmp_path / "base", optimizer=None, nvme_path=tmp_path, host_memory="640KiB"
     ) as engine:
         assert engine.plan.in_place_bytes > 0
         out = tmp_path / "offloaded"
