@@ -163,12 +163,14 @@ class OffloadTrainerMixin(Trainer):
             self.callback_handler.callbacks.insert(0, self._figures)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse what the engine cannot follow, and leave devices to it: nothing moves models or states."""
+        """Refuse what the engine cannot follow, and leave devices to it: nothing moves models or states. Batches go to
+        the device as ever, and to other ranks by that way (``dispatch_batches``)."""
         refuse_arguments(self.args)
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1
         super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False
+        self.accelerator.prepare_data_loader = partial(_placing, self.accelerator.prepare_data_loader)
         # Ranks exchange gradients in the engine: nothing is to wrap the model for it.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
@@ -270,6 +272,11 @@ class OffloadTrainerMixin(Trainer):
 
 class OffloadTrainer(OffloadTrainerMixin):
     """``transformers.Trainer`` with ``offload=``: see ``OffloadTrainerMixin``."""
+
+
+def _placing(prepare: Any, loader: Any, device_placement: bool | None = None, **options: Any) -> Any:
+    """What an accelerator makes of a loader, as if it placed things on devices."""
+    return prepare(loader, device_placement is not False, **options)
 
 
 def _adapters(model: Any) -> dict[str, Any]:
