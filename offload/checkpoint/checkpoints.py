@@ -157,11 +157,16 @@ class Checkpoints:
 
     def _describe_step(self, updates: Sequence[LoggedUpdate] = ()) -> bytes:
         """Describe what the last step has left, without what came after it; ``updates`` are logged."""
+        self._warn_of_newcomers()
         self._committed_step = self._run.progress.global_step
         feed = self._feed or self._present_feed()
         description = self._describe(feed, None, self._own_units, self._moment)
         description.run.update(gradients={}, num_backwards=0, has_other_gradients=False)
         return replace(description, updates=tuple(updates)).encode()
+
+    def _warn_of_newcomers(self) -> None:
+        way = "have them and their optimizer saved, too: engine.register_for_checkpointing(module, optimizer)"
+        self._run.warn_of_newcomers(self._objects, way)
 
     def finish(self, error: BaseException | None) -> None:
         """The end of the engine, because of this ``error`` if of one: the last step is committed, if nothing has
@@ -192,6 +197,7 @@ class Checkpoints:
         self.generations.wait_for_background()
         self.pass_boundary()
         self.generations.wait()
+        self._warn_of_newcomers()
         feed = self._present_feed()
         directory.make()
         self._sink.settle()
@@ -213,6 +219,7 @@ class Checkpoints:
     def save_dcp(self, path: str | os.PathLike[str]) -> None:
         """See ``OffloadEngine.save_dcp``."""
         target = as_path("dir", path)
+        self._run.warn_of_newcomers((), "save them by engine.save_model, which writes all")
         self._run.wait_for_updates()
         from offload.checkpoint.dcp.save import save  # with it comes a second's worth of torch
 

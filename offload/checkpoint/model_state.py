@@ -58,6 +58,16 @@ def first_difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str |
     return None if missing is None else f"{missing} is there and not in this model"
 
 
+def newcomers(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights that came into the model after the engine was made: neither the engine's records nor this state has
+    them, and what has their name there is what was replaced."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, Handle) and parameter.is_floating_point()
+    }
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers that a state dict has, and parameters that the engine left in the model, which are frozen."""
     for prefix, module in model.named_modules():

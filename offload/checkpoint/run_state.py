@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.checkpoint.model_state import get_model_state, set_model_state
-from offload.errors import ConfigError
+from offload.checkpoint.model_state import get_model_state, newcomers, set_model_state
+from offload.errors import ConfigError, warn
 from offload.optim.rule import Rule, options_of
 from offload.optimizer import OffloadOptimizer
 from offload.option_values import shown
@@ -86,6 +86,19 @@ class RunState:
                 own = known.sum_squares if math.isnan(known.own_squares) else known.own_squares
                 state["gradients"][spec.name] = (own, known.scale, known.first_asked)
         return state
+
+    def warn_of_newcomers(self, objects: Iterable[Any], way: str) -> None:
+        """Warn of weights that are not saved with the engine's, nor with ``objects``; ``way`` says how to have them."""
+        model = self._model()
+        own = [item for item in objects if isinstance(item, nn.Module)]
+        saved = {id(parameter) for module in own for parameter in module.parameters()}
+        found = {} if model is None else newcomers(model)
+        names = [name for name, parameter in found.items() if id(parameter) not in saved]
+        if names:
+            warn(
+                f"{len(names)} parameters that came into the model after the engine was made ({names[0]}, ...) are not "
+                f"saved; where they replaced others, those are. Change the model before the engine is made, or {way}."
+            )
 
     @property
     def model(self) -> nn.Module:

@@ -53,6 +53,10 @@ _ID = "offload_checkpoint"
 """Under this key Lightning's part of a checkpoint has the name of both."""
 
 
+_CURRENT = "current_model_state"
+"""Where ``WeightAveraging`` puts the state dict of the model, which it replaces by that of the averages."""
+
+
 _OF_DDP = ("barrier", "broadcast", "distributed_sampler_kwargs", "num_processes", "reduce", "set_world_ranks")
 """Methods by which ``DDPStrategy`` handles processes. It is no base: Lightning would give one process a distributed
 sampler."""
@@ -88,6 +92,8 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         self._engine: OffloadEngine | None = None
         self._checkpoint: tuple[Path, str] | None = None
         """The folder and the name of the checkpoint that the present run begins with, if the engine saved it."""
+        self._averages: Mapping[str, Any] = {}
+        """Weights that a callback has put into that checkpoint in the model's place, for whoever evaluates them."""
         self._generators: RandomStates | None = None
         """Those of the checkpoint, while the run has not begun."""
         self._is_set_up = False
@@ -321,6 +327,9 @@ class _Strategy(OfLightning):  # type: ignore[misc]
             raise ConfigError(f"{folder} is no complete checkpoint of this strategy: {_TRAINER_FILE} is not there")
         checkpoint: dict[str, Any] = super().load_checkpoint(folder / _TRAINER_FILE, **kwargs)
         self._checkpoint = folder, checkpoint[_ID]
+        self._averages = checkpoint["state_dict"]
+        if _CURRENT in checkpoint:  # the engine's part has it: see ``_begin_with``
+            checkpoint[_CURRENT] = self.lightning_module.state_dict()
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -348,6 +357,8 @@ class _Strategy(OfLightning):  # type: ignore[misc]
             self._load(folder, name)
         if is_fitting:
             self._generators = RandomStates()
+        elif self._averages:
+            self.lightning_module.load_state_dict(self._averages)
 
     def _load(self, folder: Path, name: str) -> None:
         if self.engine.load_checkpoint(folder, _ENGINE_TAG) != name:

@@ -84,9 +84,15 @@ class Memory:
 def check_value(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
     """Raise ``ConfigError`` if this would be another parameter."""
     if value.dtype != parameter.dtype or value.shape != parameter.shape:
+        is_resized = value.shape != parameter.shape
+        way = (
+            "Resize it before, or in the model that engine.unwrap() gives"
+            if is_resized
+            else ("Convert the model first, or set precision=")
+        )
         raise ConfigError(
             f"parameter {name} is {parameter.dtype} {tuple(parameter.shape)} and is held by the engine: it cannot "
-            f"become {value.dtype} {tuple(value.shape)}. Convert the model first, or set precision=."
+            f"become {value.dtype} {tuple(value.shape)}. {way}."
         )
 
 

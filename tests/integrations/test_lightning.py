@@ -261,6 +261,21 @@ def test_only_the_best_checkpoints_stay_and_their_weights_are_evaluated(tmp_path
     assert not engine.plan.nvme_bytes.get("moments")
 
 
+def test_a_run_with_averages_goes_on_and_its_checkpoint_is_evaluated_by_them(tmp_path, strategy):
+    def options():
+        saving = PL.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_epochs=1, save_top_k=-1)
+        averages = PL.callbacks.EMAWeightAveraging(decay=0.9)
+        return {"max_epochs": 2, "enable_checkpointing": True, "callbacks": [averages, saving]}
+
+    whole, trainer = fit(PL, tmp_path, strategy(), Resumable(), **options())
+    first, last = ((tmp_path / "saved").glob(f"*step={step}.ckpt") for step in (8, 16))
+    resumed, _ = fit(PL, tmp_path, strategy(), Resumable(), ckpt_path=next(first), **options())
+    assert resumed.losses == whole.losses[8:] and same_bits(resumed, whole)
+    (expected,) = trainer.test(whole, loader(2, 5), verbose=False)  # at the end of a run the module has them
+    evaluating = trainer_over(PL, tmp_path, strategy())
+    assert evaluating.test(module_over(PL), loader(2, 5), ckpt_path=next(last), verbose=False) == [expected]
+
+
 def test_the_last_checkpoint_is_found(tmp_path, strategy):
     def saving():
         return PL.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True)

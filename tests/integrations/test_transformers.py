@@ -106,6 +106,28 @@ def test_groups_and_settings_are_those_of_the_arguments(tmp_path: Path, offloade
     assert groups(own) == groups(others)
 
 
+def test_batches_may_be_dispatched_by_the_first_process(tmp_path: Path, offloaded):
+    changes = {"accelerator_config": {"dispatch_batches": True, "split_batches": True}, "max_steps": 2}
+    found = []
+    for make in (offloaded, plain):
+        trainer = make(llama(), tmp_path / "run", **changes)
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_stream_is_read_by_the_first_process_for_all_as_without_the_engine(tmp_path: Path, made):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(rows())
+
+    args = TrainingArguments(**arguments(tmp_path / "run", max_steps=2))
+    made.append(OffloadTrainer(llama(), args, train_dataset=Stream(), offload={"nvme_path": tmp_path}))
+    expected = type(Trainer(llama(), args, train_dataset=Stream()).get_train_dataloader())
+    assert expected.__name__ == "DataLoaderDispatcher"
+    assert type(made[0].get_train_dataloader()) is expected
+
+
 @pytest.mark.parametrize("asks", [True, False], ids=["if there is none", "each time"])
 def test_an_optimizer_that_a_subclass_creates_is_taken_over(tmp_path: Path, made, asks):
     class Own(OffloadTrainer):

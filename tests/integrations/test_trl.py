@@ -207,6 +207,19 @@ def test_preferences_with_an_adapter_need_no_reference(tmp_path: Path, run: Call
     assert losses(own) == pytest.approx(losses(other), rel=1e-5) and own.reference_engine is None
 
 
+def test_preferences_go_on_from_an_adapter_whose_copy_is_the_reference(tmp_path: Path, run: Callable[..., Any]):
+    def adapted() -> Any:
+        transformers.set_seed(1)
+        return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    other = run(trl.DPOTrainer, adapted(), **dpo(tmp_path))
+    own = run(OffloadDPO, adapted(), **dpo(tmp_path), offload={"nvme_path": tmp_path, "host_memory": "1.8MiB"})
+    assert losses(own) == pytest.approx(losses(other), rel=1e-5)
+    frozen = {name: value for name, value in own.model.named_parameters() if ".ref." in name}
+    assert frozen and not any(value.requires_grad for value in frozen.values())
+    assert all(value.equal(dict(other.model.named_parameters())[name]) for name, value in frozen.items())
+
+
 def test_the_example_of_the_document_runs_as_it_stands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

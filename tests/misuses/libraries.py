@@ -202,7 +202,9 @@ def gradient_checkpointing_reentrant(place):
     return _train(engine, 3), values(engine.module)
 
 
-@family.works_or_refused("`resize_token_embeddings` after wrapping", "engine|wrap")
+@family.works_or_refused(
+    "`resize_token_embeddings` after wrapping", r"Resize it before, or in the model that engine\.unwrap"
+)
 def resized_embeddings(place):
     model = _llama()
     engine = place.wrap(model)

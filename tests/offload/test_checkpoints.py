@@ -54,6 +54,42 @@ def test_a_run_goes_on_with_the_same_bits_at_other_budgets(tmp_path: Path, name:
         assert (train(engine, 5), bits(engine.module).equal(final)) == (expected[2:], True)
 
 
+def test_weights_that_came_later_are_named_when_they_are_not_saved_and_saved_when_they_are_registered(tmp_path: Path):
+    def begin(seed: int) -> tuple[OffloadEngine, nn.Module]:
+        engine = OffloadEngine(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), lr=1e-3)
+        torch.manual_seed(seed)
+        head = engine.module[2] = nn.Linear(8, 8)
+        return engine, head
+
+    engine, head = begin(1)
+    with engine:
+        for save in (engine.save_checkpoint, engine.save_dcp):
+            with pytest.warns(
+                UserWarning, match=r"2 parameters that came into the model .*\(2.weight, \.\.\.\) are not"
+            ):
+                save(tmp_path / save.__name__)
+        engine.register_for_checkpointing(head)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.save_checkpoint(tmp_path / "whole")
+        values = bits(engine.module)
+    engine, head = begin(2)
+    with engine:
+        engine.register_for_checkpointing(head)
+        engine.load_checkpoint(tmp_path / "whole")
+        assert bits(engine.module).equal(values)
+
+
+def test_a_durable_run_names_weights_that_it_does_not_commit(tmp_path: Path):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    with OffloadEngine(model, lr=1e-3, nvme_path=tmp_path, durable=1) as engine:
+        model[2] = nn.Linear(8, 8)
+        engine.backward(model(torch.ones(2, 8)).sum())
+        engine.step()
+        with pytest.warns(UserWarning, match=r"came into the model .* are not saved"):
+            model(torch.ones(2, 8))
+
+
 def test_without_nvme_all_is_copied_and_another_file_system_gets_a_copy(tmp_path: Path):
     with OffloadEngine(make_model(), lr=1e-3) as engine:
         expected = train(engine, 4)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -140,10 +141,11 @@ class OffloadTrainerMixin(Trainer):
             type(self).create_optimizer(self)
         optimizer = self.optimizer if trains else None
         model: Any = self.model
-        if sharing is None:
-            self._engine = OffloadEngine(model, config, optimizer=optimizer)
-        else:
-            self._engine, self._reference = sharing.engines(model, optimizer)
+        with _adapters_in_turns(model) if trains else contextlib.nullcontext():
+            if sharing is None:
+                self._engine = OffloadEngine(model, config, optimizer=optimizer)
+            else:
+                self._engine, self._reference = sharing.engines(model, optimizer)
         self.optimizer = self._engine.optimizer
         self._show_engine()
 
@@ -163,12 +165,14 @@ class OffloadTrainerMixin(Trainer):
             self.callback_handler.callbacks.insert(0, self._figures)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse what the engine cannot follow, and leave devices to it: nothing moves models or states."""
+        """Refuse what the engine cannot follow, and leave devices to it: nothing moves models or states. Batches go to
+        the device as ever, and to other ranks by that way (``dispatch_batches``)."""
         refuse_arguments(self.args)
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1
         super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False
+        self.accelerator.prepare_data_loader = partial(_placing, self.accelerator.prepare_data_loader)
         # Ranks exchange gradients in the engine: nothing is to wrap the model for it.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
@@ -272,9 +276,31 @@ class OffloadTrainer(OffloadTrainerMixin):
     """``transformers.Trainer`` with ``offload=``: see ``OffloadTrainerMixin``."""
 
 
+def _placing(prepare: Any, loader: Any, device_placement: bool | None = None, **options: Any) -> Any:
+    """What an accelerator makes of a loader, as if it placed things on devices."""
+    return prepare(loader, device_placement is not False, **options)
+
+
 def _adapters(model: Any) -> dict[str, Any]:
     """The adapters of a model of ``peft``, or of one into which ``transformers`` has put some."""
     return getattr(model, "peft_config", None) or {}
+
+
+@contextlib.contextmanager
+def _adapters_in_turns(model: nn.Module) -> Iterator[None]:
+    """Within, all adapters of a model that has several require grad, so that its engine has room for each. ``peft``
+    thaws the one that is made active, if only for a forward: with DPO the reference is an adapter."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
+    parts = [getattr(layer, name) for layer in layers for name in layer.adapter_layer_names]
+    of_adapters = [parameter for part in parts if isinstance(part, nn.Module) for parameter in part.parameters()]
+    frozen = [item for item in of_adapters if not item.requires_grad] if len(_adapters(model)) > 1 else []
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _saves_adapters_itself(model: Any) -> bool:
