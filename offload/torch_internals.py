@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from itertools import product
 from operator import is_, methodcaller
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -125,8 +125,23 @@ _pop_hooks: Callable[[], None] = found(torch._C._autograd, "_pop_saved_tensors_d
 
 
 def top_saved_tensors_hooks() -> SavedTensorsHooks | None:
-    """Return the hooks that see what autograd saves in this thread."""
-    return _top_hooks(False)  # type: ignore[no-any-return]
+    """Return the hooks that see what autograd saves in this thread. Those of blocks that are over are taken out: torch
+    leaves them where Ctrl-C strikes the end of a block, a checkpoint's it may be, and all that comes would be saved
+    there."""
+    while (top := _top_hooks(False)) is not None and _is_block_over(top):
+        _pop_hooks()
+    return top  # type: ignore[no-any-return]
+
+
+def _is_block_over(hooks: SavedTensorsHooks) -> bool:
+    """Nothing but torch's stack and this pair refer to the first one. A block has its hooks until it ends. Methods may
+    be made for the stack alone, by an object that the block has."""
+    return isinstance(hooks[0], FunctionType) and sys.getrefcount(hooks[0]) == _IN_PAIR + 1
+
+
+_pair = (lambda: None), (lambda: None)
+_IN_PAIR = sys.getrefcount(_pair[0])
+"""References to what is in a pair alone."""
 
 
 def push_saved_tensors_hooks(hooks: SavedTensorsHooks) -> None:
@@ -392,6 +407,8 @@ def _try_saved_tensors() -> bool:
     push_saved_tensors_hooks(hooks)
     is_on_top = top_saved_tensors_hooks() == hooks
     result = leaf * leaf
+    _push_hooks(lambda tensor: tensor, lambda packed: packed)  # of no block
+    is_on_top &= top_saved_tensors_hooks() == hooks
     take_out_saved_tensors_hooks(hooks, None)
     (gradient,) = torch.autograd.grad(result, leaf)
     return is_on_top and top_saved_tensors_hooks() is None and bool(gradient == 6)

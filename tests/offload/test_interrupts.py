@@ -11,10 +11,12 @@ import pytest
 import torch
 from interrupted import at_every_point
 from tiny import Tiny, batches, least_budget, loss_of
+from torch.utils.checkpoint import checkpoint
 
 import offload.interrupts
 from offload import OffloadEngine
 from offload.interrupts import held_back
+from offload.torch_internals import top_saved_tensors_hooks
 from offload.waiting import Job
 
 OPTIONS = {"precision": "fp32", "tile_bytes": 65536, "lr": 1e-2}
@@ -211,3 +213,47 @@ def test_ctrl_c_while_a_gradient_is_asked_for_leaves_gradients_on():
 
         at_every_point("/grad_mode.py", run)
         assert at_every_point("offload/torch_internals.py", run) > 1
+
+
+class Checkpointed(Tiny):
+    """Torch recomputes the first block."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        first, *others = self.blocks
+        x = checkpoint(first, self.embed(tokens), use_reentrant=False)
+        for block in others:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_checkpoint_that_ctrl_c_ends_keeps_nothing_of_the_next_batch_nor_of_the_next_engine(activations: str):
+    """Torch leaves its hooks of saved tensors there where the end of their block is struck: what came next was saved in
+    the interrupted call, and its backward ran that again."""
+
+    def train(interrupted) -> dict[int, float]:
+        torch.manual_seed(0)
+        with OffloadEngine(Checkpointed(16, 2), **OPTIONS, activations=activations) as engine:
+            losses = {}
+
+            def step(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+                engine.optimizer.zero_grad()
+                loss = loss_of(engine(tokens), targets)
+                losses[engine.global_step] = loss.item()
+                loss.backward()
+                engine.optimizer.step()
+
+            first, second, third = batches(3)
+            step(*first)
+            if interrupted(lambda: step(*second)) and engine.global_step == 1:
+                step(*second)
+            step(*third)
+            return losses
+
+    expected = train(lambda call: call())
+
+    def run(interrupted) -> None:
+        assert train(interrupted) == expected
+        assert top_saved_tensors_hooks() is None
+
+    assert at_every_point("torch/autograd/graph.py", run) > 4
