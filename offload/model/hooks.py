@@ -98,8 +98,9 @@ class Hooks:
         left_open = list(self._in_use)
         self.end_calls()
         for unit in list(self._in_use):  # an interrupt may have come between a use and what is known of it
-            unit.num_users, unit.in_backward = 0, False
+            unit.num_users, unit.num_holds, unit.in_backward = 0, 0, False
             unit.own_writes.put_back()
+            unit.show_handles()
             unit.rest()
             if unit.is_over:
                 self._end_backward(unit)

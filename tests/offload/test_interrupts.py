@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import offload.interrupts
 from offload import OffloadEngine
 from offload.interrupts import held_back
+from offload.model.handle import Handle
 from offload.torch_internals import top_saved_tensors_hooks
 from offload.waiting import Job
 
@@ -257,3 +258,18 @@ def test_a_checkpoint_that_ctrl_c_ends_keeps_nothing_of_the_next_batch_nor_of_th
         assert top_saved_tensors_hooks() is None
 
     assert at_every_point("torch/autograd/graph.py", run) > 4
+
+
+@pytest.mark.parametrize("part", ["offload/model/unit_in_model.py", "offload/model/hooks.py"])
+def test_what_ctrl_c_leaves_of_a_forward_is_put_back_by_the_next_call(part: str):
+    """An interrupted end of a use left the unit's parameters in the model, and others were said to be in their place."""
+    tokens, _ = batches(1)[0]
+    with OffloadEngine(Tiny(16, 1), **OPTIONS) as engine:
+        names = [name for name, _ in engine.module.named_parameters()]
+
+        def run(interrupted) -> None:
+            interrupted(lambda: engine(tokens))
+            engine.optimizer.zero_grad()
+            assert [name for name, p in engine.module.named_parameters() if isinstance(p, Handle)] == names
+
+        assert at_every_point(part, run) > 50
