@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,11 +159,14 @@ class _Reading:
         if self._direct_bytes:
             yield self._direct_start, address + self._landing, self._direct_bytes
 
-    def settle(self, address: int, files: InPlaceFiles) -> None:
-        """Bring whole blocks to their place once they have come."""
+    def moves(self, address: int) -> Iterator[tuple[int, int, int]]:
+        """Where whole blocks that have come belong, where they are and their bytes, if that is not the same."""
+        if self._direct_bytes and self._landing != self._target:
+            yield address + self._target, address + self._landing, self._direct_bytes
+
+    def settle(self, files: InPlaceFiles) -> None:
+        """Whole blocks are at their place."""
         if self._direct_bytes:
-            if self._landing != self._target:
-                ctypes.memmove(address + self._target, address + self._landing, self._direct_bytes)
             files.let_go(self.part.file, self._direct_start, self._direct_bytes)
 
 
@@ -227,8 +231,11 @@ class InPlaceRecord:
     def read(self, address: int, *, urgent: bool = False) -> Ticket:
         """Start reading the record into memory at ``address``, which begins on a page."""
         files, beside = self._files, self._files.take_beside(self.edge_bytes)
+        moved: list[int] = []
+        """Moves of what has come. A second one would take what the first has put there."""
 
         def submit(urgent: bool) -> Transfer:
+            moved.clear()
             parts = self._readings
             wanted = [(reading.part.file, *request) for reading in parts for request in reading.requests(address)]
             for blocks in self._beside:
@@ -236,8 +243,11 @@ class InPlaceRecord:
             return _Several([files.submit(*request, urgent=urgent) for request in wanted])
 
         def judge() -> WeightsChanged | None:
+            if not moved:
+                moves = [move for reading in self._readings for move in reading.moves(address)]
+                moved.extend(starmap(ctypes.memmove, moves))  # in one step of the interpreter: Ctrl-C strikes none
             for reading in self._readings:
-                reading.settle(address, files)
+                reading.settle(files)
             for blocks in self._beside:
                 blocks.settle(address, beside.address, files)
             for file in dict.fromkeys(reading.part.file for reading in self._readings):

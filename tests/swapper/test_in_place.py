@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from interrupted import at_every_point
 
 import aio_ext
 from swapper import PAGE_BYTES, Arena, FilePart, InPlaceFiles, InPlaceRecord, ReadOnlyFile, WeightsChanged, align
+from swapper.checksum import Once
+from swapper.in_place import part_checksum
 
 FILE_BYTES = 5 * PAGE_BYTES + 123
 UNTOUCHED = 0xEE
@@ -119,6 +122,25 @@ def test_several_parts_of_several_files_make_one_record(tmp_path: Path, file: Re
     assert found[: 2 * PAGE_BYTES] == content[9 : 9 + 2 * PAGE_BYTES]
     assert found[2 * PAGE_BYTES :][:2] == b"in"
     assert found[3 * PAGE_BYTES :] == content[: 3 * PAGE_BYTES]
+
+
+def test_a_first_read_whose_judging_ctrl_c_strikes_at_any_point_gives_the_bytes_of_the_file(
+    monkeypatch: pytest.MonkeyPatch, file: ReadOnlyFile, files: InPlaceFiles, content: bytes
+) -> None:
+    """It was made again, and moved what had been moved: the checksum of that was noted as the true one."""
+    monkeypatch.setattr(Once, "start", lambda work: None)  # who waits judges
+    nbytes, size = 5 * PAGE_BYTES, 6 * PAGE_BYTES
+
+    def run(interrupted) -> None:
+        record = InPlaceRecord("it", [FilePart(file, 100, nbytes, 0)], size, files)
+        with aio_ext.Memory(size) as memory:
+            ticket = record.read(memory.address)
+            interrupted(ticket.wait)
+            ticket.wait()
+            assert ctypes.string_at(memory.address, nbytes) == content[100 : 100 + nbytes]
+            assert list(record.checksums) == [part_checksum(memory.address, nbytes)]
+
+    assert at_every_point("swapper/in_place.py", run) > 10
 
 
 def test_bytes_that_have_changed_since_they_were_first_read_are_refused_by_the_name_of_the_file(
