@@ -13,8 +13,9 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import aio_ext
 from swapper.arena import Arena
@@ -33,6 +34,23 @@ from swapper.turns import Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
+_Method: TypeAlias = "Callable[Concatenate[DurableStore, _P], _Result]"
+
+
+def _alone(*, checked: bool = True, reads: bool = False) -> Callable[[_Method[_P, _Result]], _Method[_P, _Result]]:
+    """The method has the store alone: see ``Turns.alone``."""
+
+    def decorate(method: _Method[_P, _Result]) -> _Method[_P, _Result]:
+        @wraps(method)
+        def alone(store: DurableStore, /, *args: _P.args, **kwargs: _P.kwargs) -> _Result:
+            return store._turns.alone(lambda: method(store, *args, **kwargs), checked=checked, reads=reads)
+
+        return alone
+
+    return decorate
 
 
 class DurableStore:
@@ -217,6 +235,7 @@ class DurableStore:
         """
         self._places.discard(extent)
 
+    @_alone(reads=True)
     def commit(self, metadata: bytes = b"") -> int:
         """Make everything written so far durable, as the next generation; returns its number.
 
@@ -225,11 +244,11 @@ class DurableStore:
         ``commit`` may be called again. Any other failure is final: the store raises it from then on, and ``open_store``
         finds the last generation or this one.
         """
-        with self._turns.alone(reads=True):
-            manifest = self._new_generation(metadata)
-            self._publish(manifest, NEW)
-            return manifest.generation
+        manifest = self._new_generation(metadata)
+        self._publish(manifest, NEW)
+        return manifest.generation
 
+    @_alone(reads=True)
     def prepare(self, metadata: bytes = b"") -> int:
         """Do all of a commit that can fail for lack of room, durably, and leave the rest to ``finish``; returns the
         number of the generation.
@@ -242,11 +261,11 @@ class DurableStore:
         Raises as ``commit``. After a failure that is final, ``open_store`` finds the last generation, with this one
         prepared or without it.
         """
-        with self._turns.alone(reads=True):
-            manifest = self._new_generation(metadata)
-            self._generations.prepare(manifest)
-            return manifest.generation
+        manifest = self._new_generation(metadata)
+        self._generations.prepare(manifest)
+        return manifest.generation
 
+    @_alone(reads=True)
     def finish(self) -> int:
         """Make the prepared generation the committed one; returns its number.
 
@@ -254,34 +273,33 @@ class DurableStore:
         was opened, hold what the generation has. Raises ``StoreMisuse`` if none is prepared. Any other failure is
         final: ``open_store`` finds the generation committed, or still prepared.
         """
-        with self._turns.alone(reads=True):
-            generation = self.prepared
-            if generation is None:
-                raise StoreMisuse(f"{self._transfers.where} has no prepared generation.", advice="Call prepare first.")
-            self._publish(self._generations.manifest_of(generation), prepared_name(generation))
-            return generation
+        generation = self.prepared
+        if generation is None:
+            raise StoreMisuse(f"{self._transfers.where} has no prepared generation.", advice="Call prepare first.")
+        self._publish(self._generations.manifest_of(generation), prepared_name(generation))
+        return generation
 
+    @_alone(reads=True)
     def abandon(self) -> None:
         """Give up the prepared generation, if there is one. What is current stays so, and can be committed.
 
         A failure is final: ``open_store`` finds the last generation, with the other still prepared or without it.
         """
-        with self._turns.alone(reads=True):
-            self._generations.abandon()
+        self._generations.abandon()
 
+    @_alone(reads=True)
     def retain(self) -> int:
         """Keep the last generation until it is released, through all commits to come; returns its number.
 
         Raises ``StorageFull`` if the store has no room for one more: see ``retained_max`` of ``create_store``.
         """
-        with self._turns.alone(reads=True):
-            self._generations.retain()
-            return self._generations.last
+        self._generations.retain()
+        return self._generations.last
 
+    @_alone(reads=True)
     def release(self, generation: int) -> None:
         """Let a retained generation go; its space is used again. Raises ``StoreMissing`` if it is not retained."""
-        with self._turns.alone(reads=True):
-            self._generations.release(generation)
+        self._generations.release(generation)
 
     def links(self) -> Links:
         """Account for the names that the data has beside the store's own."""
@@ -298,11 +316,11 @@ class DurableStore:
             if generation not in links.generations:
                 self.release(generation)
 
+    @_alone()
     def rewind(self) -> None:
         """Give up everything written since the last commit, or since the store was opened. No transfer of the caller's
         may be in flight."""
-        with self._turns.alone():
-            self._places.give_up()
+        self._places.give_up()
 
     def manifest_of(self, generation: int) -> Manifest:
         """Manifest of a generation that is kept. Raises ``StoreMissing``."""
@@ -316,19 +334,19 @@ class DurableStore:
         """
         return self._places.read_part(generation, extent, start, address, nbytes)
 
+    @_alone(reads=True)
     def reserve(self, num_places: Sequence[int]) -> None:
         """Take the space of so many places of each of the first extents. Raises ``StorageFull``; nothing that was
         there is lost then."""
-        with self._turns.alone(reads=True):
-            self._space.reserve(num_places)
+        self._space.reserve(num_places)
 
     def give_back(self) -> None:
         """Give back all space that no kept generation needs. What was written since the last commit is lost; a place is
         reserved again when it is needed. No transfer of the caller's may be in flight."""
         self.rewind()
-        with self._turns.alone():
-            self._space.give_back(self._places.needed())
+        self._turns.alone(lambda: self._space.give_back(self._places.needed()))
 
+    @_alone(reads=True)
     def link(self, folder: int, directory: Path) -> None:
         """Make the last generation a part of the empty directory ``folder`` (a descriptor), without copying it: hard
         links to the data, and the manifest. ``open_generation`` reads it there.
@@ -336,17 +354,16 @@ class DurableStore:
         It must be retained as long as the directory is needed: see ``release_unlinked``, which looks for it in
         ``directory``, and two below that. Raises ``OSError`` where the file system cannot link.
         """
-        with self._turns.alone(reads=True):
-            note_linked_in(self._directory, directory)
-            for index, descriptor in enumerate(self._transfers.device.descriptors):
-                os.link(f"/proc/self/fd/{descriptor}", f"data.{index}", dst_dir_fd=folder)
-            publish(RealDirectory(folder), self._generations.manifest_of(self._generations.last))
+        note_linked_in(self._directory, directory)
+        for index, descriptor in enumerate(self._transfers.device.descriptors):
+            os.link(f"/proc/self/fd/{descriptor}", f"data.{index}", dst_dir_fd=folder)
+        publish(RealDirectory(folder), self._generations.manifest_of(self._generations.last))
 
+    @_alone(checked=False)
     def close(self) -> None:
         """Wait for what is in flight, give files and lock back. Uncommitted writes are lost. May be called twice."""
-        with self._turns.alone(checked=False):
-            self._turns.failure = self._turns.failure or _closed(self._transfers.where)
-            self._closers.close()
+        self._turns.failure = self._turns.failure or _closed(self._transfers.where)
+        self._closers.close()
 
     def closing(self, call: Callable[[], object]) -> None:
         """Have ``call`` made when the store is closed, after its last transfer."""

@@ -10,12 +10,28 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from aio_ext.latch import Latch, Lock
 from swapper.device import IO_TIMEOUT_S
 from swapper.errors import OffloadError, StorageCorrupt, StorageError, StorageIOError, StorageTimeout, StoreMisuse
+
+_Result = TypeVar("_Result")
+
+_LOOK_S = 0.1
+"""Seconds between two looks of who waits for a turn: Ctrl-C may come between its end and the word of that."""
+
+
+class _Turn(Latch):
+    """The turn of a call, set when that is over. ``reads``: others' reads may begin meanwhile."""
+
+    __slots__ = ("reads",)
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
 
 
 class Turns:
@@ -34,42 +50,40 @@ class Turns:
         see to that, and they take no lock of the store."""
         self._where = where
         self._damage = tuple(damage)
-        self._turn: Latch | None = None
-        """Set when the call is over that has the store alone. What that changes is its own until this is None again."""
-        self._reads_go_on = False
-        """Whether reads may begin while that call has the store."""
+        self._turn: _Turn | None = None
+        """That of the call that has the store alone. What that changes is its own until this is None again."""
         self._pid = os.getpid()
 
     def enter(self, *, reads: bool) -> None:
         """With the lock held, once: return when no call has the store alone, or one that lets ``reads`` go on; the lock
         is free meanwhile. Raises if the store or the caller is not fit for it."""
         self._check_process()
-        if not (reads and self._reads_go_on):
+        turn = self._turn
+        if not (reads and turn is not None and turn.reads):
             self._wait()
             if self.failure is not None:
                 raise self.failure
         if not reads:
             self._check_whole()
 
-    @contextlib.contextmanager
-    def alone(self, *, checked: bool = True, reads: bool = False) -> Iterator[None]:
-        """Without the lock, while all other calls wait: no write begins, and no generation changes. No read begins
-        either, unless ``reads`` says that what is current and kept stays as it is."""
+    def alone(self, call: Callable[[], _Result], *, checked: bool = True, reads: bool = False) -> _Result:
+        """Make the call without the lock, while all others wait: no write begins, and no generation changes. No read
+        begins either, unless ``reads`` says that what is current and kept stays as it is. It is no block for ``with``:
+        Ctrl-C at the end of one would keep the turn as long as somebody has the traceback."""
         if checked:
             self._check_process()
             self._check_whole()
-        mine = Latch()
+        mine = _Turn(reads)
         try:
             with self.lock:
                 self._wait()
                 if checked and self.failure is not None:
                     raise self.failure
-                self._turn, self._reads_go_on = mine, reads
-            yield
+                self._turn = mine
+            return call()
         finally:
-            with self.lock:
-                if self._turn is mine:
-                    self._turn, self._reads_go_on = None, False
+            if self._turn is mine:  # nobody else changes it then; with the lock this could be interrupted
+                self._turn = None
             mine.set()
 
     @contextlib.contextmanager
@@ -97,7 +111,7 @@ class Turns:
         """Sleep, without the lock, until no call has the store alone."""
         deadline = time.monotonic() + IO_TIMEOUT_S
         while (turn := self._turn) is not None:
-            self.lock.free_during(partial(turn.wait, deadline - time.monotonic()))
+            self.lock.free_during(partial(turn.wait, min(deadline - time.monotonic(), _LOOK_S)))
             if self._turn is not None and time.monotonic() >= deadline:
                 raise StorageTimeout(
                     f"{self._where}: a commit, or another change of generations, is not over for {IO_TIMEOUT_S:.0f} s."

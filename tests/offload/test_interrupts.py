@@ -262,7 +262,7 @@ def test_a_checkpoint_that_ctrl_c_ends_keeps_nothing_of_the_next_batch_nor_of_th
 
 @pytest.mark.parametrize("part", ["offload/model/unit_in_model.py", "offload/model/hooks.py"])
 def test_what_ctrl_c_leaves_of_a_forward_is_put_back_by_the_next_call(part: str):
-    """An interrupted end of a use left the unit's parameters in the model, and others were said to be in their place."""
+    """An interrupted end of a use left the parameters in the model: they rested, with others said to be there."""
     tokens, _ = batches(1)[0]
     with OffloadEngine(Tiny(16, 1), **OPTIONS) as engine:
         names = [name for name, _ in engine.module.named_parameters()]

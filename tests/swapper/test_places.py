@@ -248,6 +248,33 @@ def test_ctrl_c_at_any_point_of_a_call_leaves_the_store_to_the_other_threads(on_
     store.close()
 
 
+@pytest.mark.parametrize("part", ["/contextlib.py", "swapper/turns.py"])
+def test_ctrl_c_at_any_point_of_a_call_that_has_the_store_alone_leaves_its_turn_to_others(on_ram, lease, part):
+    """The turn stayed as long as the traceback did: a checkpoint that was saved while Ctrl-C was handled waited for the
+    call that this had ended."""
+    store = on_ram(FaultPlan())
+    put(store, 0, 1, lease).wait(30)
+
+    def run(interrupted):
+        kept, found = [], []
+
+        def call():
+            try:
+                store.abandon()
+            except KeyboardInterrupt as error:
+                kept.append(error)
+                raise
+
+        interrupted(call)
+        other = threading.Thread(target=lambda: found.append(put(store, 0, 1, lease).wait(30)), daemon=True)
+        other.start()
+        other.join(5)
+        assert found == [None]
+
+    assert at_every_point(part, run) > 1 or part.startswith("/")
+    store.close()
+
+
 def test_the_store_has_the_space_of_all_places_and_they_do_not_touch_each_other(tmp_path: Path, lease):
     sizes, places = [PAGE_BYTES, 3 * PAGE_BYTES, 100, 2 * PAGE_BYTES], [1, 0, 1, 1]
     store = create_store([tmp_path], None, sizes, places=places)
