@@ -16,7 +16,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -108,7 +108,9 @@ class Body:
             if root not in roots:
                 continue
             owner = roots[root]()
-            if attribute and _is_object(owner) and attribute in vars(owner):
+            if attribute and _is_holder(owner):
+                self._find(word, partial(_of_holder, roots[root], attribute), levels)
+            elif attribute and _is_object(owner) and attribute in vars(owner):
                 self._find(word, partial(_attribute, roots[root], attribute), levels)
             elif attribute and isinstance(method := getattr(type(owner), attribute, None), FunctionType):
                 self._find_method(root, roots[root], method, levels)
@@ -126,7 +128,9 @@ class Body:
         value = get()
         if isinstance(value, (FunctionType, MethodType, partial)):
             self._look_at(value, levels - 1)
-        elif not isinstance(value, (type, ModuleType)) and (not is_of_others(value) or _has_versions(value)):
+        elif not isinstance(value, (type, ModuleType, BuiltinFunctionType)) and (
+            not is_of_others(value) or _has_versions(value)
+        ):
             self._read[name] = get
 
 
@@ -134,6 +138,11 @@ def _is_object(value: Any) -> bool:
     """An object of a class of the program's, with attributes."""
     is_fixed = isinstance(value, (type, ModuleType, FunctionType, MethodType, nn.Module, torch.Tensor))
     return not is_fixed and hasattr(value, "__dict__") and not is_of_others(value)
+
+
+def _is_holder(value: Any) -> bool:
+    """A class or a module of Python, of the program's."""
+    return isinstance(value, (type, ModuleType)) and not is_of_library(value)
 
 
 def _has_versions(value: Any) -> bool:
@@ -146,6 +155,10 @@ def _has_code(function: MethodType) -> bool:
 
 def _constant(value: Any) -> _Get:
     return lambda: value
+
+
+def _of_holder(get: _Get, name: str) -> Any:
+    return getattr(get(), name, None)
 
 
 def _attribute(get: _Get, name: str) -> Any:
