@@ -6,7 +6,7 @@ together they would find what another one has left there, or has not left yet.
 [Note: What a function only writes] ``losses.append(loss.item())`` and ``total += loss.item()`` come in the order of the
 loop, and nothing depends on them. So what counts is what the function reads: the names and attributes in its source
 that do not stand alone as the target of an assignment, or as the object of a method whose result nobody takes. Where
-there is no source, all that it names is read.
+there is no source, or the file may have been edited since it was imported, all that it names is read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
@@ -30,6 +32,8 @@ from offload.model.own_writes import bytes_hash
 _LEVELS = 3
 """Of functions that call functions, and of objects in objects."""
 _Get = Callable[[], Any]
+_START = time.time()
+"""A file that was written to later may hold another program than the one that runs."""
 
 
 class Body:
@@ -184,6 +188,8 @@ def _of_running(generator: GeneratorType[Any, Any, Any], name: str) -> Any:
 @cache
 def _words_of(code: CodeType) -> frozenset[str] | None:
     """Names that the code reads, and attributes of names; None if there is no source."""
+    if _was_edited(code.co_filename):
+        return None
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
@@ -191,6 +197,13 @@ def _words_of(code: CodeType) -> frozenset[str] | None:
     reads = _Reads()
     reads.visit(tree)
     return frozenset(reads.words)
+
+
+def _was_edited(path: str) -> bool:
+    try:
+        return Path(path).stat().st_mtime > _START
+    except OSError:  # a cell of a notebook
+        return False
 
 
 class _Reads(ast.NodeVisitor):

@@ -25,6 +25,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from offload import OffloadEngine, OffloadError
+from offload.model.body import Body
 from offload.testing.simulated import SimulatedDevice
 
 OPTIONS = {"lr": 1e-2, "tile_bytes": 65536}
@@ -635,6 +636,18 @@ def test_what_the_function_hands_on_in_a_class_or_a_module_of_python_is_not_shar
     Tally.calls = AS_MODULE.calls = 0
     with pytest.warns(UserWarning, match="calls, and a micro-batch changes it"):
         train(lambda: Tiny(width=64), tmp_path, 3, together=True, body=carrying).check_bits_of(loop)
+
+
+def test_a_function_whose_file_was_edited_while_it_runs_reads_all_that_it_names(tmp_path: Path):
+    program = "seen = [0]\n\ndef run(item):\n    item = item + seen[0]\n    seen[0] = item\n"
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    names: dict[str, Any] = {}
+    exec(compile(program, str(file), "exec"), names)
+    file.write_text("seen = [0]\n\ndef other(item):\n    seen[0] = item\n\n" + program)
+    body = Body(names["run"], [], lambda module: False)
+    names["run"](1)
+    assert body.changed() == "seen"
 
 
 def test_numbers_drawn_before_the_model_hold_back_the_first_call_alone(tmp_path: Path):
