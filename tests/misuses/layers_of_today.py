@@ -1428,3 +1428,305 @@ def today_state_in_module(run):
         return loss
 
     return trained(run, Net, loss_of=loss_of)
+
+
+# Of images, sound and other things.
+
+
+@layer("a rational function with learnt coefficients in place of an activation (KAN by hand)")
+class Rational(Block):
+    def __init__(self):
+        super().__init__()
+        self.top, self.bottom = nn.Parameter(torch.tensor([0.0, 1.0, 0.1])), nn.Parameter(torch.tensor([0.1, 0.1]))
+
+    def forward(self, x):
+        y = self.up(x)
+        top = sum(c * y**i for i, c in enumerate(self.top))
+        return x + self.down(top / (1 + (self.bottom[0] * y + self.bottom[1] * y * y).abs()))
+
+
+@layer(
+    "splines: a basis of knots that is a buffer, coefficients by `einsum`, the grid moves to the data each tenth call"
+)
+class Splines(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("grid", torch.linspace(-2, 2, 8))
+        self.weight, self.calls = nn.Parameter(torch.randn(WIDTH, WIDTH, 8) / 30), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.grid.copy_(torch.quantile(x.detach().flatten(), torch.linspace(0.05, 0.95, 8)))
+        basis = (-((x[..., None] - self.grid) ** 2)).exp()
+        return x + torch.einsum("bik,oik->bo", basis, self.weight)
+
+
+@layer("SIREN: sines with a frequency, initialised by bounds, complex phases of a learnt angle")
+class Sines(Block):
+    def __init__(self):
+        super().__init__()
+        self.angle = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        turned = torch.polar(torch.ones(WIDTH), self.angle) * torch.sin(5 * self.up(x))
+        return x + self.down(turned.real + turned.imag)
+
+
+@layer("an image block: depthwise and transposed convolutions, batch norm, squeeze and excitation, pixels shuffled")
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.deep, self.norm = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8)
+        self.down, self.up = nn.Conv2d(8, 16, 2, stride=2), nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.squeeze = nn.Sequential(nn.Linear(8, 2), nn.SiLU(), nn.Linear(2, 8), nn.Sigmoid())
+
+    def forward(self, x):
+        y = x.view(10, 8, 8, 8)
+        z = F.gelu(self.norm(self.deep(y)))
+        z = z * self.squeeze(z.mean((2, 3)))[..., None, None]
+        return x + self.up(F.silu(self.down(z))).reshape_as(x)
+
+
+@layer("deformable: offsets by a convolution, `grid_sample` at them, a mask by a sigmoid")
+class Deformed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.offset, self.mix = nn.Conv2d(8, 3, 3, padding=1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        y = x.view(10, 8, 8, 8)
+        shift, mask = self.offset(y).split([2, 1], 1)
+        axis = torch.linspace(-1, 1, 8)
+        grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1) + 0.3 * torch.tanh(shift).permute(0, 2, 3, 1)
+        return x + self.mix(F.grid_sample(y, grid, align_corners=True) * mask.sigmoid()).reshape_as(x)
+
+
+@layer("a Fourier operator: complex weights as a real parameter, modes cut, an inverse transform")
+class Fourier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.mix = nn.Parameter(torch.randn(8, 4, 4, 2) / 4), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.fft.rfft2(x.view(-1, 8, 4, 16))
+        out = torch.zeros_like(y)
+        out[..., :4, :4] = y[..., :4, :4] * torch.view_as_complex(self.weight)
+        return x + torch.tanh(self.mix(torch.fft.irfft2(out, s=(4, 16)).reshape_as(x)))
+
+
+@layer("slots compete for rows by three turns of attention with a GRU cell, drawn from a learnt Gaussian")
+class Slots(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean, self.log = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.kv, self.cell, self.back = nn.Linear(WIDTH, 2 * WIDTH), nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        k, v = self.kv(x).chunk(2, -1)
+        slots = self.mean + self.log.exp() * torch.randn(6, WIDTH)
+        for _ in range(3):
+            share = (slots @ k.t() / WIDTH**0.5).softmax(0)
+            slots = self.cell(share / share.sum(-1, keepdim=True) @ v, slots)
+        return x + self.back(share.t() @ slots)
+
+
+@layer("a Perceiver: learnt latents ask the rows, the rows ask the latents, by `nn.MultiheadAttention`")
+class Perceiver(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(1, 6, WIDTH))
+        self.read, self.write = (nn.MultiheadAttention(WIDTH, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, x):
+        y = x.view(4, -1, WIDTH)
+        latents, _ = self.read(self.latents.expand(4, -1, -1), y, y, need_weights=False)
+        return x + self.write(y, latents, latents)[0].reshape_as(x)
+
+
+@layer("mixing over time by a Toeplitz matrix that is made of a parameter by `as_strided` of a padded copy")
+class Toeplitz(Block):
+    def __init__(self):
+        super().__init__()
+        self.taps = nn.Parameter(torch.randn(79) / 10)
+
+    def forward(self, x):
+        matrix = self.taps.clone().as_strided((40, 40), (1, 1)).flip(0)
+        return super().forward(x + (matrix @ x.view(4, 40, WIDTH)).reshape_as(x))
+
+
+@layer("contextual positions: a cumulative sum of gates asks a table of positions, interpolated between two rows")
+class Contextual(Attention):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(12, 8))
+
+    def forward(self, x):
+        q, k, v = self.split(x)
+        scores = q @ k.mT
+        position = scores.sigmoid().flip(-1).cumsum(-1).flip(-1).clamp(max=11)
+        rows = q @ self.table.t()
+        low = position.floor().long()
+        share = position - low
+        bias = rows.gather(-1, low) * (1 - share) + rows.gather(-1, position.ceil().long()) * share
+        return x + self.join(((scores + bias) / 8**0.5).softmax(-1) @ v)
+
+
+@layer("sigmoid attention with a bias of the length, `out=` of a product in evaluation, ALiBi slopes in a buffer")
+class Sigmoidal(Attention):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1, 5).view(4, 1, 1))
+
+    def forward(self, x):
+        q, k, v = self.split(x)
+        index = torch.arange(q.shape[2])
+        bias = -self.slopes * (index[:, None] - index).abs()
+        return x + self.join(torch.sigmoid(q @ k.mT + bias - math.log(q.shape[2])) @ v)
+
+
+@layer("retention: chunks with a decaying state across, a group norm over heads, a gate")
+class Retention(Attention):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.norm = nn.Linear(WIDTH, WIDTH), nn.GroupNorm(4, WIDTH)
+        self.register_buffer("decay", 1 - 2.0 ** (-3 - torch.arange(4.0)).view(4, 1, 1), persistent=False)
+
+    def forward(self, x):
+        q, k, v = self.split(x)
+        state, outs, place = torch.zeros(2, 4, 8, 8), [], torch.arange(20)
+        inside = torch.where(place[:, None] >= place, self.decay ** (place[:, None] - place).clamp(min=0), 0.0)
+        for a, b, c in zip(q.split(20, 2), k.split(20, 2), v.split(20, 2), strict=True):
+            outs.append((a @ b.mT * inside) @ c + (a * self.decay ** (place[:, None] + 1)) @ state)
+            state = state * self.decay**20 + (b * self.decay ** (19 - place[:, None])).mT @ c
+        y = torch.cat(outs, 2).transpose(1, 2).reshape(-1, WIDTH)
+        return x + self.out(self.norm(y) * F.silu(self.gate(x)))
+
+
+@layer("a linear recurrent unit: complex diagonal states, exponentials of exponentials, a scan by doubling")
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nu, self.theta = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.complex(x, torch.zeros_like(x)).view(4, 40, WIDTH)
+        pole, step = torch.polar((-self.nu.exp()).exp(), self.theta), 1
+        while step < 40:
+            y = y + F.pad(y[:, :-step] * pole, (0, 0, step, 0))
+            pole, step = pole * pole, step * 2
+        return x + self.out(torch.cat([y.real, y.imag], -1).view(-1, 2 * WIDTH) / 8)
+
+
+@layer("mLSTM: exponential gates with a running maximum, a matrix memory, in a loop over time")
+class MatrixMemory(Attention):
+    def __init__(self):
+        super().__init__()
+        self.gates = nn.Linear(WIDTH, 8)
+
+    def forward(self, x):
+        q, k, v = self.split(x, 8)
+        i, f = self.gates(x).view(8, -1, 4, 2).permute(0, 2, 1, 3).unbind(-1)
+        f, top = F.logsigmoid(f), torch.zeros(8, 4)
+        memory, norm, outs = torch.zeros(8, 4, 8, 8), torch.zeros(8, 4, 8), []
+        for t in range(q.shape[2]):
+            high = torch.maximum(f[..., t] + top, i[..., t])
+            keep, add = (f[..., t] + top - high).exp()[..., None], (i[..., t] - high).exp()[..., None]
+            memory = keep[..., None] * memory + (add * v[:, :, t])[..., None] * k[:, :, t, None]
+            norm, top = keep * norm + add * k[:, :, t], high
+            outs.append((memory @ q[:, :, t, :, None])[..., 0] / (norm * q[:, :, t]).sum(-1, True).abs().clamp(min=1))
+        return x + self.join(torch.stack(outs, 2))
+
+
+@layer("a dynamic tanh for a norm, gains that begin small, shared by two places of a block")
+class DynamicTanh(Block):
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.gain = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.full((WIDTH,), 0.1))
+
+    def forward(self, x):
+        y = torch.tanh(self.alpha * x) * self.gain
+        return x + self.down(torch.tanh(self.alpha * self.up(y)) * self.gain)
+
+
+@layer("rows are merged by similarity and spread again (ToMe): pairs by a bipartite match, `scatter_reduce`")
+class Merging(Block):
+    def forward(self, x):
+        a, b = x[::2], x[1::2]
+        scores, match = (F.normalize(a.detach(), dim=-1) @ F.normalize(b.detach(), dim=-1).t()).max(-1)
+        gone = scores.topk(20)[1]
+        merged = b.scatter_reduce(0, match[gone, None].expand(-1, WIDTH), a[gone], "mean")
+        out = super().forward(torch.cat([a, merged]))
+        one = out[: len(a)].index_copy(0, gone, out[len(a) :][match[gone]])
+        return torch.stack([one, out[len(a) :]], 1).reshape_as(x)
+
+
+@layer("a memory of keys asked by `topk`, values in an `nn.EmbeddingBag` with weights of each sample")
+class KeyMemory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.keys, self.values = nn.Parameter(torch.randn(40, WIDTH) / 6), nn.EmbeddingBag(40, WIDTH, mode="sum")
+
+    def forward(self, x):
+        weights, index = (x @ self.keys.t()).topk(4, -1)
+        return x + self.values(index, per_sample_weights=weights.softmax(-1))
+
+
+@layer("capsules: routing by agreement for three turns, the last one alone with gradients, squashed")
+class Capsules(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 8, 8) / 4)
+
+    def forward(self, x):
+        votes = torch.einsum("bid,ijde->bije", x.view(-1, 4, 8), self.weight)
+        logits = torch.zeros(votes.shape[:3])
+        for turn in range(3):
+            given = votes if turn == 2 else votes.detach()
+            s = (logits.softmax(2)[..., None] * given).sum(1)
+            norm = s.square().sum(-1, keepdim=True)
+            out = s * norm.sqrt() / (1 + norm + 1e-6)
+            logits = logits + (given * out[:, None]).sum(-1).detach()
+        return x + out.reshape_as(x)
+
+
+@layer("a graph of the rows' own nearest neighbours, attention by `scatter_reduce` with a softmax by hand")
+class Neighbours(Block):
+    def forward(self, x):
+        near = torch.cdist(x.detach(), x.detach()).topk(4, largest=False)[1]
+        source, target = near.flatten(), torch.arange(len(x)).repeat_interleave(4)
+        h = self.up(x)
+        score = (h[source] * h[target]).sum(-1) / WIDTH
+        high = torch.full((len(x),), -math.inf).scatter_reduce(0, target, score.detach(), "amax")
+        share = (score - high[target]).exp()
+        total = torch.zeros(len(x)).index_add(0, target, share)
+        return x + self.down(torch.zeros_like(h).index_add(0, target, (share / total[target])[:, None] * h[source]))
+
+
+@layer(
+    "normalising flow: couplings with an inverse, a log-determinant kept by the block, in the loss", loss_of=auxiliary
+)
+class Coupling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32))
+        self.permute = nn.Parameter(torch.randn(WIDTH, WIDTH) / 20)
+
+    def forward(self, x):
+        turn = torch.matrix_exp(self.permute - self.permute.t())
+        a, b = (x @ turn).chunk(2, -1)
+        scale, shift = self.net(a).chunk(2, -1)
+        self.auxiliary = -torch.tanh(scale).sum(-1).mean()
+        return torch.cat([a, b * torch.tanh(scale).exp() + shift], -1)
+
+
+@layer("an energy by a sum over the block's output, two steps down its gradient in the forward, with a graph")
+class Descent(Block):
+    def forward(self, x):
+        with torch.enable_grad():
+            y = x if x.requires_grad else x.detach().requires_grad_()
+            for _ in range(2):
+                energy = self.down(torch.tanh(self.up(y))).square().sum()
+                y = y - 0.01 * torch.autograd.grad(energy, y, create_graph=True)[0]
+        return y
