@@ -174,6 +174,11 @@ def adapted_by_hand() -> Net:
     return net
 
 
+def half_detached(experts: Any, tokens: Tensor, gates: Tensor) -> Tensor:
+    """Rows of experts are used once with a gradient and once without."""
+    return best(experts, tokens, gates) + 0.1 * tokens @ experts.down[0].detach() @ experts.up[1].data[:INNER]
+
+
 PROGRAMS: dict[str, Callable[[], Net]] = {
     "capacity": lambda: Net(Layer(a_list(), best_two_of_a_capacity)),
     "experts choose": lambda: Net(Layer(a_list(), experts_choose)),
@@ -185,6 +190,7 @@ PROGRAMS: dict[str, Callable[[], Net]] = {
     "fused, capacity": lambda: Net(Layer(Fused(), best_two_of_a_capacity)),
     "fused, a row of each token": lambda: Net(Layer(Fused(), row_of_each_token)),
     "fused, unbound": lambda: Net(Layer(Fused(), unbound)),
+    "fused, rows detached": lambda: Net(Layer(Fused(), half_detached)),
     "fused, three times": lambda: Net(Layer(Fused(), best), again=3),
     "fused, checkpointed": lambda: Net(Layer(Fused(), best), checkpointed=True),
     "fused, half of them never": lambda: Net(Layer(Fused(), all_but_half)),

@@ -162,7 +162,7 @@ class Attributes:
     def hashes(self) -> dict[int, int]:
         """Hashes of the bytes of all tensors that modules and objects have, but for statistics, by the tensors' ids. A
         write through ``.data`` shows there alone."""
-        holders = [*self._known.values(), *(known for _, known in self._objects.values())]
+        holders = [*self._known.values(), *(known for _, known in self._objects.values()), self._outside]
         tensors = {id(value): value for known in holders for value in known.values if isinstance(value, torch.Tensor)}
         statistics = {id(buffer) for module in self._statistics for buffer in _buffers(module)}
         return {

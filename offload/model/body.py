@@ -6,7 +6,7 @@ together they would find what another one has left there, or has not left yet.
 [Note: What a function only writes] ``losses.append(loss.item())`` and ``total += loss.item()`` come in the order of the
 loop, and nothing depends on them. So what counts is what the function reads: the names and attributes in its source
 that do not stand alone as the target of an assignment, or as the object of a method whose result nobody takes. Where
-there is no source, all that it names is read.
+there is no source, or the file may have been edited since it was imported, all that it names is read.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from offload.model.own_writes import bytes_hash
 _LEVELS = 3
 """Of functions that call functions, and of objects in objects."""
 _Get = Callable[[], Any]
+_START = time.time()
+"""A file that was written to later may hold another program than the one that runs."""
 
 
 class Body:
@@ -108,7 +112,9 @@ class Body:
             if root not in roots:
                 continue
             owner = roots[root]()
-            if attribute and _is_object(owner) and attribute in vars(owner):
+            if attribute and _is_holder(owner):
+                self._find(word, partial(_of_holder, roots[root], attribute), levels)
+            elif attribute and _is_object(owner) and attribute in vars(owner):
                 self._find(word, partial(_attribute, roots[root], attribute), levels)
             elif attribute and isinstance(method := getattr(type(owner), attribute, None), FunctionType):
                 self._find_method(root, roots[root], method, levels)
@@ -126,7 +132,9 @@ class Body:
         value = get()
         if isinstance(value, (FunctionType, MethodType, partial)):
             self._look_at(value, levels - 1)
-        elif not isinstance(value, (type, ModuleType)) and (not is_of_others(value) or _has_versions(value)):
+        elif not isinstance(value, (type, ModuleType, BuiltinFunctionType)) and (
+            not is_of_others(value) or _has_versions(value)
+        ):
             self._read[name] = get
 
 
@@ -134,6 +142,11 @@ def _is_object(value: Any) -> bool:
     """An object of a class of the program's, with attributes."""
     is_fixed = isinstance(value, (type, ModuleType, FunctionType, MethodType, nn.Module, torch.Tensor))
     return not is_fixed and hasattr(value, "__dict__") and not is_of_others(value)
+
+
+def _is_holder(value: Any) -> bool:
+    """A class or a module of Python, of the program's."""
+    return isinstance(value, (type, ModuleType)) and not is_of_library(value)
 
 
 def _has_versions(value: Any) -> bool:
@@ -146,6 +159,10 @@ def _has_code(function: MethodType) -> bool:
 
 def _constant(value: Any) -> _Get:
     return lambda: value
+
+
+def _of_holder(get: _Get, name: str) -> Any:
+    return getattr(get(), name, None)
 
 
 def _attribute(get: _Get, name: str) -> Any:
@@ -171,6 +188,8 @@ def _of_running(generator: GeneratorType[Any, Any, Any], name: str) -> Any:
 @cache
 def _words_of(code: CodeType) -> frozenset[str] | None:
     """Names that the code reads, and attributes of names; None if there is no source."""
+    if _was_edited(code.co_filename):
+        return None
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
@@ -178,6 +197,13 @@ def _words_of(code: CodeType) -> frozenset[str] | None:
     reads = _Reads()
     reads.visit(tree)
     return frozenset(reads.words)
+
+
+def _was_edited(path: str) -> bool:
+    try:
+        return Path(path).stat().st_mtime > _START
+    except OSError:  # a cell of a notebook
+        return False
 
 
 class _Reads(ast.NodeVisitor):

@@ -8,6 +8,7 @@ indexes the weight by one expert. What is done with the whole weight in another 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,23 +50,25 @@ class ExpertsHandle(PiecewiseHandle):
 class ExpertHandle(Handle):
     """An expert's rows of a weight, without the first dimension."""
 
-    _piece: Piece
+    _piece: Piece | None = None
+    """A detached row has none, and is a value like any other."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _IN_UNIT:
-            return super().__torch_function__(func, types, args, kwargs)
-        rows = next(item for item in (*args, *kwargs.values()) if isinstance(item, ExpertHandle))
+        for rows in (*args, *kwargs.values()) if func in _IN_UNIT else ():
+            if isinstance(rows, ExpertHandle) and rows._piece is not None:
+                return rows._piece(partial(_with_rows, func, rows, args, kwargs))
+        return super().__torch_function__(func, types, args, kwargs)
 
-        def compute(weight: Tensor) -> Tensor:
-            own = weight.squeeze(0)
-            values = [own if item is rows else item for item in args]
-            return func(*values, **{name: own if item is rows else item for name, item in kwargs.items()})  # type: ignore[no-any-return]
 
-        return rows._piece(compute)
+def _with_rows(func: Any, rows: ExpertHandle, args: Any, kwargs: Any, weight: Tensor) -> Any:
+    """A function of an expert's handle, of what it stands for."""
+    own = weight.squeeze(0)
+    values = [own if item is rows else item for item in args]
+    return func(*values, **{name: own if item is rows else item for name, item in kwargs.items()})
 
 
 def _row(weight: Any, index: Any) -> Any:

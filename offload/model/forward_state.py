@@ -1,8 +1,9 @@
 """The state that a forward finds beside weights and inputs: what a second run of it must find as the first one did.
 
 [Note: Outside of modules] Functions of the modules' classes, and forward hooks on the modules, may count or keep
-something in variables of closures and globals, in attributes of classes, in modules elsewhere, and in objects that they
-are bound to. These are as before in a second run, too. What others do to them between the runs is their own affair.
+something in variables of closures, globals and Python's modules, in attributes of classes, in modules elsewhere, and in
+objects that they are bound to. These are as before in a second run, too. What others do to them between the runs is
+their own affair.
 
 [Note: What moves in place] An iterator gives what comes next, and is the same object. Where the first run may move one,
 a copy from before it stands in its place in the second run; a file is set back; an array gets its bytes back. A
@@ -71,6 +72,8 @@ class State:
         """Containers, each with a copy, by their ``id``."""
         self._tensors: list[tuple[Any, Any, torch.Tensor, int, torch.Tensor | None]] = []
         """Those in containers: the container, the key, the tensor, its version, and a copy if there is one."""
+        self._tensors_outside: list[tuple[Variable, torch.Tensor, int, torch.Tensor | None]] = []
+        """The same of those that are variables themselves."""
         self._unchanged: list[tuple[str, torch.Tensor, int]] = []
         """Their names and versions."""
         self._variables: list[tuple[Variable, Any]] = []
@@ -98,16 +101,15 @@ class State:
         """The first run is over. Raises ``ConfigError``."""
         for container, key, tensor, version, values in self._tensors:
             name = key if isinstance(key, str) else f"element {key!r} of a {type(container).__name__}"
-            is_written = version_of(tensor) != version
-            if values is None and is_written:
-                raise not_to_be_run_again(
-                    self._name, f"changes {name} in place, a tensor that is not copied for a second run"
-                )
-            if values is not None and (is_written or not torch.equal(values, tensor)):
-                self._known[id(container)][1][key] = values  # kernels change statistics behind the version
+            before = self._as_it_was(name, tensor, version, values)
+            if before is not tensor:
+                self._known[id(container)][1][key] = before
             elif id(container) not in self._outside:
                 self._unchanged.append((name, tensor, version))
         self._tensors = []
+        for variable, tensor, version, values in self._tensors_outside:
+            self._variables.append((variable, self._as_it_was("a tensor outside of modules", tensor, version, values)))
+        self._tensors_outside = []
         for name, generator, mark in self._generator_marks:
             if mark_of(generator) != mark:
                 raise not_to_be_run_again(self._name, f"goes on in a generator ({name}), which cannot be set back")
@@ -146,6 +148,17 @@ class State:
             for memory, _, after_bytes in arrays:
                 memory[:] = after_bytes
 
+    def _as_it_was(self, name: str, tensor: torch.Tensor, version: int, values: torch.Tensor | None) -> torch.Tensor:
+        """The tensor, or the copy of it if it has been written to since. Raises ``ConfigError``."""
+        is_written = version_of(tensor) != version
+        if values is None and is_written:
+            raise not_to_be_run_again(
+                self._name, f"changes {name} in place, a tensor that is not copied for a second run"
+            )
+        if values is not None and (is_written or not torch.equal(values, tensor)):
+            return values  # kernels change statistics behind the version
+        return tensor
+
     def _look_outside(self, modules: Sequence[nn.Module], of_kinds: dict[type, tuple[Variable, ...]]) -> None:
         """Know what functions of the modules' classes, and hooks of their forwards, find outside of modules."""
         inside = set(self._known)
@@ -156,6 +169,9 @@ class State:
 
     def _know_variable(self, variable: Variable) -> None:
         value = variable[0]()
+        if _is_ordinary(value):
+            self._tensors_outside.append((variable, value, version_of(value), _small_copy(value)))
+            return
         again = copied(value) if is_iterator(value) else None
         self._variables.append((variable, value if again is None else again))
 
@@ -167,8 +183,7 @@ class State:
         if isinstance(container, (dict, list)):
             for key, value in dict.items(container) if isinstance(container, dict) else enumerate(container):
                 if _is_ordinary(value):
-                    is_small = copied and value.nbytes <= _COPIED_BYTES
-                    values = value.detach().clone() if is_small else None
+                    values = _small_copy(value) if copied else None
                     self._tensors.append((container, key, value, version_of(value), values))
                 elif is_iterator(value):
                     self._know_iterator(container, key, value)
@@ -241,6 +256,10 @@ def _put_slot(item: Any, name: str, value: Any) -> None:
         object.__delattr__(item, name)
     else:
         object.__setattr__(item, name, value)
+
+
+def _small_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.detach().clone() if tensor.nbytes <= _COPIED_BYTES else None
 
 
 def _is_ordinary(value: Any) -> bool:

@@ -22,7 +22,7 @@ Variable: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 MISSING = object()
 """A variable that has no value."""
 FUNCTIONS = (FunctionType, MethodType)
-_FIXED = (torch.Tensor, type, ModuleType, *FUNCTIONS, BuiltinFunctionType, property, classmethod, staticmethod)
+_FIXED = (nn.Parameter, type, ModuleType, *FUNCTIONS, BuiltinFunctionType, property, classmethod, staticmethod)
 _LEVELS = 3
 """Of functions that name functions."""
 _FUNCTIONS_MAX = 300
@@ -50,10 +50,20 @@ def variables_of(function: Any) -> Iterator[Variable]:
         yield partial(_content, cell), partial(setattr, cell, "cell_contents")
     for name in names_of(function.__code__):
         yield partial(function.__globals__.get, name, MISSING), partial(setitem, function.__globals__, name)
+        yield from _through(function.__globals__.get(name), function.__code__)
+
+
+def _through(module: Any, code: CodeType, levels: int = 3) -> Iterator[Variable]:
+    """Variables of a module of Python's that code names, as ``module.variable``."""
+    if not isinstance(module, ModuleType) or is_of_library(module) or not levels:
+        return
+    for name in _attributes_in(code) & vars(module).keys():
+        yield partial(vars(module).get, name, MISSING), partial(setattr, module, name)
+        yield from _through(vars(module)[name], code, levels - 1)
 
 
 def variables_from(functions: Iterable[Any]) -> list[Variable]:
-    """Those of the functions, and of functions that these name, and so on."""
+    """Those of the functions, and of functions and classes that these name, and so on."""
     found: list[Variable] = []
     seen: set[int] = set()
     level = list(functions)
@@ -67,6 +77,10 @@ def variables_from(functions: Iterable[Any]) -> list[Variable]:
                 value = variable[0]()
                 if isinstance(value, (*FUNCTIONS, partial)):
                     named.append(value)
+                elif isinstance(value, type) and id(value) not in seen:
+                    seen.add(id(value))
+                    found += (attributes := _attributes_of(value))
+                    named += _functions_among(attributes)
                 else:
                     found.append(variable)
         level = [each for each in named if not is_of_library(each)]
@@ -76,14 +90,26 @@ def variables_from(functions: Iterable[Any]) -> list[Variable]:
 def _variables_of_kind(kind: type) -> tuple[Variable, ...]:
     """Those of the functions of a module's class and of the classes that it is derived from, and attributes of these
     classes; but for torch's."""
-    own = [cls for cls in kind.__mro__ if cls.__module__.split(".")[0] not in {*_OTHERS, "builtins"}]
-    of_classes = [(cls, name) for cls in own for name in vars(cls) if not name.startswith("__")]
-    functions = [vars(cls)[name] for cls, name in of_classes if isinstance(vars(cls)[name], FunctionType)]
-    forwards = [vars(cls)["__call__"] for cls in own if isinstance(vars(cls).get("__call__"), FunctionType)]
-    return (
-        *variables_from([*functions, *forwards]),
-        *((partial(vars(cls).get, name, MISSING), partial(setattr, cls, name)) for cls, name in of_classes),
-    )
+    attributes = _attributes_of(kind)
+    forwards = [vars(cls)["__call__"] for cls in kind.__mro__ if isinstance(vars(cls).get("__call__"), FunctionType)]
+    return (*variables_from([*_functions_among(attributes), *forwards]), *attributes)
+
+
+def _attributes_of(kind: type) -> list[Variable]:
+    """Those of a class and of the classes that it is derived from, but for libraries'."""
+    return [
+        (partial(vars(cls).get, name, MISSING), partial(setattr, cls, name))
+        for cls in kind.__mro__
+        if not is_of_library(cls)
+        for name in vars(cls)
+        if not name.startswith("__")
+    ]
+
+
+def _functions_among(variables: Iterable[Variable]) -> list[FunctionType]:
+    """Methods, those of the class as well."""
+    values = (getattr(value, "__func__", value) for value in (get() for get, _ in variables))
+    return [value for value in values if isinstance(value, FunctionType)]
 
 
 def outside_of(modules: Sequence[nn.Module], of_kinds: dict[type, tuple[Variable, ...]]) -> list[Variable]:
@@ -114,7 +140,7 @@ def is_of_others(item: Any) -> bool:
 
 def may_change(value: Any) -> bool:
     """A value that a variable is looked at for."""
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module) or type(value) is torch.Tensor:
         return True
     return value is not MISSING and not isinstance(value, _FIXED) and not is_of_others(value)
 
@@ -127,11 +153,19 @@ def names_of(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*own, *(name for each in inner for name in names_of(each))]))
 
 
-def is_of_library(function: Any) -> bool:
-    """It is the standard library's, torch's or the engine's."""
-    while isinstance(function, partial):
-        function = function.func
-    return str(function.__module__).split(".")[0] in _LIBRARIES
+@cache
+def _attributes_in(code: CodeType) -> frozenset[str]:
+    """Names of attributes, in functions within it, too."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*map(_attributes_in, inner))
+
+
+def is_of_library(item: Any) -> bool:
+    """The function, the class or Python's module is the standard library's, torch's or the engine's."""
+    while isinstance(item, partial):
+        item = item.func
+    name = item.__name__ if isinstance(item, ModuleType) else item.__module__
+    return str(name).split(".")[0] in _LIBRARIES
 
 
 def _content(cell: CellType) -> Any:

@@ -57,6 +57,9 @@ _FILES = (
     "put_on_afterwards",
     "programs_of_control",
     "around_the_step",
+    "rows_of_experts",
+    "layers_of_today",
+    "loops_of_today",
 )
 
 FAMILIES: list[Family] = [import_module(f"misuses.{file}").family for file in _FILES]

@@ -35,6 +35,10 @@ class Run:
         if "over the tiers" in self.joint:
             tier = "nvme" if self.place.name == "nvme" else "host"
             options = {"activations": tier, "activation_memory": "4MiB", **options}
+        if "mixed" in self.joint:
+            tier = "nvme" if self.place.name == "nvme" else "host"
+            by_unit = {"*.0": "keep", "*.1": "recompute", "*.2": "host", "*": tier}
+            options = {"activations": by_unit, "activation_memory": "4MiB", **options}
         if not self.place.has_engine:
             options = {name: value for name, value in options.items() if not name.startswith("activation")}
         return self.place.wrap(Net() if model is None else model, **{**SGD, **options})
@@ -67,6 +71,8 @@ ACCUMULATED = JOINTS[:4]
 RESUMED = (*JOINTS[:3], "resumed")
 PAIRS = ("together, recomputed", "together, over the tiers", "resumed, recomputed")
 """Two at once."""
+TODAY = ("plain", "mixed", "together, over the tiers", "resumed")
+"""``mixed``: each block has another word of ``activations=``."""
 
 
 def program(

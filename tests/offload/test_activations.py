@@ -6,6 +6,7 @@ import copy
 import ctypes
 import pickle
 import random
+import types
 from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
@@ -459,6 +460,63 @@ def test_a_second_run_leaves_globals_and_closures_of_forwards_and_hooks_as_they_
     assert same(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
     assert found[0][1] == found[0][4] == 8
+
+
+class Tally:
+    calls = 0
+
+    @classmethod
+    def count(cls) -> int:
+        cls.calls += 1
+        return cls.calls
+
+
+REPLACED, WRITTEN = torch.zeros(()), torch.zeros(())
+AS_MODULE = types.ModuleType("as_module")
+exec("calls = 0\n\ndef count():\n    global calls\n    calls += 1\n    return calls", vars(AS_MODULE))
+
+
+class CountingElsewhere(Odd):
+    """It counts in a class that it names, in tensors that are globals, and by a function of another module."""
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        global REPLACED
+        REPLACED = REPLACED + 1
+        WRITTEN.add_(1)
+        calls = Tally.count() + REPLACED.item() + WRITTEN.item() + AS_MODULE.count()
+        return super().forward(*args, **kwargs) * (1 + 0.1 * (calls % 7))
+
+
+def test_a_second_run_leaves_classes_tensors_and_modules_of_python_that_a_forward_names_as_they_were():
+    global REPLACED
+    found = []
+    for options in ({}, {"activations": "recompute"}):
+        Tally.calls = AS_MODULE.calls = 0
+        REPLACED = torch.zeros(())
+        WRITTEN.zero_()
+        torch.manual_seed(0)
+        random.seed(0)
+        model = OddModel()
+        model.blocks = nn.ModuleList(CountingElsewhere(128) for _ in range(4))
+        with OffloadEngine(model, lr=1e-2, **options) as engine:
+            found.append((train(engine, 2), Tally.calls, REPLACED.item(), WRITTEN.item(), AS_MODULE.calls))
+    assert same(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:] == (8, 8, 8, 8)
+
+
+def test_a_large_tensor_outside_of_modules_that_a_forward_writes_to_is_an_error():
+    large = torch.zeros(1 << 19)
+
+    class Writing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            large.add_(1)
+            return super().forward(x) * (1 + large[0])
+
+    module = Writing(4, 4)
+    state = State(module, [], "block")
+    module(torch.ones(1, 4))
+    with pytest.raises(ConfigError, match="a tensor outside of modules in place"):
+        state.compare()
 
 
 def test_a_buffer_that_is_written_between_the_two_runs_is_an_error_unless_the_first_wrote_it_too():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from offload import OffloadEngine, OffloadError
+from offload.model.body import Body
 from offload.testing.simulated import SimulatedDevice
 
 OPTIONS = {"lr": 1e-2, "tile_bytes": 65536}
@@ -291,6 +292,46 @@ class CountingInAnObject(Centring):
 
     def move(self, mean: Tensor) -> None:
         self.shared.inner.calls["all"] += 1
+
+
+class CountingOutside(Centring):
+    """It counts in a class that it names, in a tensor that is a global, and in another module of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        Tally.calls = AS_MODULE.calls = 0
+        CALLS.zero_()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * (1 + 0.1 * Tally.calls + 0.1 * CALLS.item() + 0.1 * AS_MODULE.calls)
+
+
+class CountingInAClass(CountingOutside):
+    def move(self, mean: Tensor) -> None:
+        Tally.count()
+
+
+class CountingInATensor(CountingOutside):
+    def move(self, mean: Tensor) -> None:
+        CALLS.add_(1)
+
+
+class CountingInAModule(CountingOutside):
+    def move(self, mean: Tensor) -> None:
+        AS_MODULE.calls += 1
+
+
+class Tally:
+    calls = 0
+
+    @classmethod
+    def count(cls) -> None:
+        cls.calls += 1
+
+
+CALLS = torch.zeros(())
+AS_MODULE = ModuleType("as_module")
+AS_MODULE.calls = 0  # type: ignore[attr-defined]
 
 
 class NormedTwice(Centring):
@@ -566,6 +607,9 @@ def test_micro_batches_that_only_look_need_no_backward(tmp_path: Path):
         (Centring, "Centring keeps something"),
         (CentringByData, "writes to a tensor that a module keeps"),
         (CountingInAnObject, "SimpleNamespace keeps something"),
+        (CountingInAClass, "keeps something"),
+        (CountingInATensor, "keeps something"),
+        (CountingInAModule, "keeps something"),
         (NormedTwice, "several times, which keeps statistics"),
         (OwnGenerator, "draws random numbers"),
     ],
@@ -576,6 +620,34 @@ def test_micro_batches_run_one_by_one_where_they_must(make: Callable[[], nn.Modu
         together = train(make, tmp_path, 3, together=True)
     together.check_bits_of(loop)
     assert len([each for each in caught if "together" in str(each.message)]) == 1
+
+
+@pytest.mark.parametrize("holder", [Tally, AS_MODULE])
+def test_what_the_function_hands_on_in_a_class_or_a_module_of_python_is_not_shared(holder: Any, tmp_path: Path):
+    def carrying(engine: OffloadEngine, micro_batch: Any) -> float:
+        scale = Tally.calls + AS_MODULE.calls
+        holder.calls = 0.5 * scale + micro_batch[0].float().mean().item()
+        loss = loss_of(engine(micro_batch[0]), micro_batch[1]) * (1 + scale)
+        engine.backward(loss)
+        return loss.item()
+
+    Tally.calls = AS_MODULE.calls = 0
+    loop = train(lambda: Tiny(width=64), tmp_path, 3, together=False, body=carrying)
+    Tally.calls = AS_MODULE.calls = 0
+    with pytest.warns(UserWarning, match="calls, and a micro-batch changes it"):
+        train(lambda: Tiny(width=64), tmp_path, 3, together=True, body=carrying).check_bits_of(loop)
+
+
+def test_a_function_whose_file_was_edited_while_it_runs_reads_all_that_it_names(tmp_path: Path):
+    program = "seen = [0]\n\ndef run(item):\n    item = item + seen[0]\n    seen[0] = item\n"
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    names: dict[str, Any] = {}
+    exec(compile(program, str(file), "exec"), names)
+    file.write_text("seen = [0]\n\ndef other(item):\n    seen[0] = item\n\n" + program)
+    body = Body(names["run"], [], lambda module: False)
+    names["run"](1)
+    assert body.changed() == "seen"
 
 
 def test_numbers_drawn_before_the_model_hold_back_the_first_call_alone(tmp_path: Path):

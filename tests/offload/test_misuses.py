@@ -20,6 +20,7 @@ _SLICE = [
     *("interrupt_in_backward", "main_grad_by_function", "recorded_in_recomputed", "weights_transposed_before"),
     *("saves_dual_numbers", "together_two_graphs", "equilibrium_with_a_hook_recomputed", "group_split_by_hand_torch"),
     *("truncated_by_deque_over_the_tiers", "byol_with_buffers_together", "kronecker_factors_recomputed"),
+    *("rows_detached_once", "today_counted_in_class_mixed", "today_global_written_mixed"),
     *("pruning_grows_together", "states_exchanged_torch", "step_in_autocast", "flushed_in_forward_recomputed"),
 ]
 
