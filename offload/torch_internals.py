@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
+from inspect import signature
 from itertools import product
 from operator import is_, methodcaller
 from types import FrameType
@@ -172,6 +173,44 @@ def hooks_step_aside() -> None:
                 _push_hooks(*pair)
 
     torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
+
+
+@cache
+def backward_asks_its_inputs() -> None:
+    """``torch.autograd.backward`` asks its ``inputs`` for their ``__torch_function__``. It does not in torch 2.8, and
+    in 2.11 what is asked gets an iterator of them that is used up."""
+    backward = torch.autograd.backward
+    call: Callable[..., None] = backward  # as which it takes iterators, too
+    if _is_asked(lambda asked: call(torch.zeros(1, requires_grad=True), inputs=iter([asked]))):
+        return
+    parameters = signature(backward)
+
+    @wraps(backward)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs).arguments
+        inputs = given.get("inputs", ())
+        if isinstance(inputs, Iterator):
+            inputs = given["inputs"] = tuple(inputs)
+        asked = tuple(filter(torch.overrides.is_tensor_like, leaves_of(inputs)))
+        if torch.overrides.has_torch_function(asked):
+            return torch.overrides.handle_torch_function(backward, asked, **given)
+        return backward(**given)
+
+    torch.autograd.backward = asking
+
+
+def _is_asked(call: Callable[[torch.Tensor], object]) -> bool:
+    """The tensor that the call is given is asked for its ``__torch_function__``, and finds itself among the inputs."""
+    is_asked = False
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> None:  # type: ignore[override]
+            nonlocal is_asked
+            is_asked = bool(list((kwargs or {}).get("inputs", ())))
+
+    call(torch.zeros(1, requires_grad=True).as_subclass(Asked))
+    return is_asked
 
 
 def top_hooks_step_aside() -> None:

@@ -51,8 +51,12 @@ def grad(
     return tuple(gradients)
 
 
-def backward(in_graphs: InGraphs, tensors: Any, *, inputs: Sequence[Any] | None = None, **options: Any) -> None:
+def backward(
+    in_graphs: InGraphs, tensors: Any, *, inputs: torch.Tensor | Sequence[Any] | None = None, **options: Any
+) -> None:
     """As ``torch.autograd.backward`` with ``inputs``: these parameters get gradients, and no others."""
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
     flat = None if inputs is None else [leaf for item in inputs for leaf in in_graphs(item)]
     torch.autograd.backward(tensors, inputs=flat, **options)
 

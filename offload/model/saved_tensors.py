@@ -30,6 +30,7 @@ from offload.model.hook_context import HookContext
 from offload.model.unit_in_model import ORDINARY, Call, UnitInModel, address_of
 from offload.torch_internals import (
     SavedTensorsHooks,
+    backward_asks_its_inputs,
     current_node,
     graph_task,
     hooks_step_aside,
@@ -63,6 +64,7 @@ class SavedTensors:
 
     def __init__(self, uses: UsesOfUnits) -> None:
         hooks_step_aside()
+        backward_asks_its_inputs()
         self.uses = uses
         self._hooks: SavedTensorsHooks = self.pack, self.unpack
 

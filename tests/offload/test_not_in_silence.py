@@ -162,8 +162,10 @@ def test_gradients_of_chosen_parameters(engine: OffloadEngine):
     for gradient, other in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
     chosen = engine.module.blocks[1].up.weight
-    loss_of(engine(tokens), targets).backward(inputs=[chosen])
-    assert [name for name, p in engine.module.named_parameters() if p.grad is not None] == ["blocks.1.up.weight"]
+    for inputs in ([chosen], chosen, iter([chosen])):
+        engine.optimizer.zero_grad()
+        torch.autograd.backward(loss_of(engine(tokens), targets), inputs=inputs)
+        assert [name for name, p in engine.module.named_parameters() if p.grad is not None] == ["blocks.1.up.weight"]
 
 
 def test_the_norm_that_is_reported_is_the_one_before_clipping(engine: OffloadEngine):
