@@ -232,7 +232,8 @@ class Worker:
         self._stopping = False
 
     def submit(self, call: Callable[[], None]) -> Job:
-        """Have ``call`` made after those before it. After ``stop`` it is not made."""
+        """Have ``call`` made after those before it. After ``stop`` it is not made. Raises ``RuntimeError`` where no
+        thread begins: the system gives none, or the program ends (Python 3.12)."""
         job = Job(call)
         if self._stopping:
             job.run(cancelled=True)
@@ -240,8 +241,9 @@ class Worker:
         if self._thread is None:
             with held_back():
                 self._has_ended = Latch()
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread  # that has begun: its end is waited for
         self._jobs.put(job)
         return job
 

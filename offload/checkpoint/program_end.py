@@ -2,7 +2,8 @@
 
 [Note: One line after Ctrl-C] The line says what is kept, and how to go on. Python would show a traceback with it, of
 dozens of frames through the model, torch and the engine. It is left out for the interrupt that such a line is said of,
-unless Python is in its development mode (``python -X dev``), or somebody else has a hook for exceptions.
+unless Python is in its development mode (``python -X dev``), or somebody else has a hook for exceptions. The hook of
+``exceptiongroup``, which many packages bring to Python 3.10, formats tracebacks alone: it gets all other exceptions.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ class Ending(Protocol):
 _open: weakref.WeakSet[Ending] = weakref.WeakSet()
 _TOLD = "_offload_told"
 """Attribute of an interrupt that a line was said of."""
+_show_other = sys.__excepthook__
+"""The hook for exceptions that there was before."""
 
 
 def watch(ending: Ending) -> None:
     """Have the end of the program, if it comes first, told to ``ending``."""
+    global _show_other
     _open.add(ending)
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _show
+    hook = sys.excepthook
+    if hook is sys.__excepthook__ or getattr(hook, "__module__", None) == "exceptiongroup._formatting":
+        _show_other, sys.excepthook = hook, _show
 
 
 def leave(ending: Ending, error: BaseException | None, line: str) -> None:
@@ -55,7 +60,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     """See [Note: One line after Ctrl-C]."""
     will_be_told = isinstance(error, KeyboardInterrupt) and any(ending.num_steps for ending in _open)
     if not (will_be_told or hasattr(error, _TOLD)) or sys.flags.dev_mode:
-        sys.__excepthook__(kind, error, trace)
+        _show_other(kind, error, trace)
 
 
 def _finish_all() -> None:

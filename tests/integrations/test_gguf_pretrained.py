@@ -11,6 +11,7 @@ import torch
 from gguf_files import of_model
 
 from offload import BudgetError, ConfigError, OffloadEngine, WeightsError
+from offload.torch_internals import can_swap_memory
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -124,7 +125,7 @@ def test_dora_begins_with_the_norms_of_a_file_and_trains_over_it(architecture: s
 def test_of_experts_in_a_file_a_few_are_in_memory(tmp_path: Path) -> None:
     options = file_of(tmp_path, "qwen3moe")
     needed, size = least(tmp_path, options, peft_config=lora()), (tmp_path / "model.gguf").stat().st_size
-    assert needed < size // 3
+    assert needed < (size // 3 if can_swap_memory() else size // 2)  # with copies of the weights in use
     with over(tmp_path, options, peft_config=lora(), host_memory=needed) as engine:
         losses(engine)
         use = engine.expert_use()

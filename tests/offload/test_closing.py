@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import warnings
 import weakref
@@ -17,6 +18,7 @@ import torch
 from runs import backward, bits, least, make_model, train
 
 from offload import OffloadEngine, OffloadError, closing
+from offload.checkpoint import program_end
 
 
 def test_what_is_open_at_the_end_of_the_program_is_closed_the_newest_first(monkeypatch: pytest.MonkeyPatch):
@@ -186,3 +188,43 @@ def test_other_exceptions_are_shown_as_ever(tmp_path: Path, how: str):
     assert any(line.startswith("offload: interrupted") for line in lines) == (how == "hooked")
     assert lines.count("own: KeyboardInterrupt") == (how == "hooked")
     assert (lines[-1] == "KeyboardInterrupt") == (how == "ended")
+
+
+def test_a_commit_for_which_no_thread_begins_is_made_by_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:  # as Python 3.12 does at a program's end
+        if thread.name in ("offload-commit", "offload-checkpoint"):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    folders = [tmp_path / name for name in ("nvme", "saved", "other")]
+    for folder in folders:
+        folder.mkdir()
+    with OffloadEngine(make_model(), lr=1e-3, nvme_path=folders[0], durable=1) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(folders[1])
+        expected = bits(engine.unwrap())
+    for folder, path in ((folders[0], None), (folders[2], folders[1])):
+        with OffloadEngine(make_model(1), lr=1e-3, nvme_path=folder, durable=1) as engine:
+            engine.load_checkpoint(path)
+            assert engine.global_step == 2
+            assert torch.equal(bits(engine.unwrap()), expected)
+
+
+@pytest.mark.parametrize("module", ["exceptiongroup._formatting", "theirs"])
+def test_a_hook_that_formats_alone_is_told_of_other_exceptions(module: str, monkeypatch: pytest.MonkeyPatch):
+    seen: list[BaseException] = []
+
+    def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        seen.append(error)
+
+    hook.__module__ = module
+    monkeypatch.setattr(sys, "excepthook", hook)
+    monkeypatch.setattr(program_end, "_show_other", sys.__excepthook__)
+    with OffloadEngine(make_model(), lr=1e-3):
+        assert (sys.excepthook is program_end._show) == (module != "theirs")
+        error = ValueError("other")
+        sys.excepthook(ValueError, error, None)
+        assert seen == [error]

@@ -361,3 +361,20 @@ def test_a_wait_that_is_interrupted_at_any_point_leaves_no_lock_to_anybody(part,
 
     num_points = [at_every_point(part, run) for run in (of_job, of_monitor)]
     assert part == "/threading.py" or min(num_points) > 1
+
+
+def test_a_worker_whose_thread_does_not_begin_says_so_and_has_no_end_to_wait_for(monkeypatch: pytest.MonkeyPatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    worker = Worker("offload-test")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't create new thread"):
+            worker.submit(lambda: None)
+        patch.setattr("offload.waiting.WAIT_TIMEOUT_S", 0.01)
+        worker.finish()
+    made = []
+    worker.submit(lambda: made.append(True)).wait(lambda: "a call")
+    worker.finish()
+    assert made == [True]

@@ -141,7 +141,12 @@ class Committer:
 
         with held_back():
             self.log.gradients.begin_reading()
-            self._job = self._worker.submit(run)
+            try:
+                self._job = self._worker.submit(run)
+                return
+            except RuntimeError:  # no thread begins, as at a program's end since Python 3.12
+                self._job = None
+        run()
 
     def wait(self) -> None:
         """Return when no commit is under way. It may still need ``finish``."""

@@ -67,6 +67,8 @@ class OffloadTrainerMixin(Trainer):
         self._figures: OffloadCallback | None = None
         self._checkpoint_has_weights = False
         """While a checkpoint is saved: the engine's part of it has the weights."""
+        self._takes_part = False
+        """In the saving of a model that is under way."""
         given = offload if isinstance(offload, OffloadEngine) else None
         # The class's method builds what the engine takes over, a subclass's as well; who asks the trainer gets it.
         self.create_optimizer = self._optimizer_of_engine  # type: ignore[method-assign]
@@ -210,7 +212,15 @@ class OffloadTrainerMixin(Trainer):
         finally:
             self._checkpoint_has_weights = False
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's. All ranks take part: earlier releases, such as 5.20, call ``_save`` in one alone."""
+        self._takes_part = False
+        super().save_model(output_dir, _internal_call)
+        if not (self._takes_part or self._engine is None or _saves_adapters_itself(self.model)):
+            self._save(output_dir)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        self._takes_part = True
         if state_dict is not None or self._engine is None or _saves_adapters_itself(self.model):
             super()._save(output_dir, state_dict)
             return
