@@ -88,7 +88,7 @@ def check_value(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None
         way = (
             "Resize it before, or in the model that engine.unwrap() gives"
             if is_resized
-            else ("Convert the model first, or set precision=")
+            else "Convert the model first, or set precision="
         )
         raise ConfigError(
             f"parameter {name} is {parameter.dtype} {tuple(parameter.shape)} and is held by the engine: it cannot "
