@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import random
 import threading
 import time
@@ -84,20 +85,32 @@ def test_seconds_of_works_are_those_between_their_ends() -> None:
 
 
 def test_other_threads_run_while_a_work_is_waited_for() -> None:
-    of, works, num_turns = [arrays(1 << 20, index) for index in range(8)], list[kernels.Work](), [0]
-    native = kernels.Queue().by(1, works)
-    for each in of:
-        step(each, native)
+    """Python changes threads only where one waits, so who runs before the work is done runs inside of its wait."""
+    of, interval, was_done = [arrays(1 << 20, index) for index in range(8)], sys.getswitchinterval(), True
+    sys.setswitchinterval(3600)
+    try:
+        for _ in range(100):  # under load the works of one turn may end before the other thread has a core
+            works, go = list[kernels.Work](), threading.Lock()
+            go.acquire()
 
-    def count() -> None:
-        while not works[-1].done():
-            num_turns[0] += 1
+            def look(works: list[kernels.Work] = works, go: threading.Lock = go) -> None:
+                nonlocal was_done
+                go.acquire()
+                was_done = works[-1].done()
 
-    other = threading.Thread(target=count)
-    other.start()
-    works[-1].wait()
-    other.join(10)
-    assert num_turns[0] > 1, "the interpreter was kept"
+            other = threading.Thread(target=look)
+            other.start()
+            native = kernels.Queue().by(1, works)
+            for each in of:
+                step(each, native)
+            go.release()
+            works[-1].wait()
+            other.join(10)
+            if not was_done:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+    assert not was_done, "the interpreter was kept"
 
 
 def test_a_queue_does_nothing_in_a_forked_process_and_does_not_hang_there() -> None:
