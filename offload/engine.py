@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,12 +21,13 @@ from offload.birth import from_pretrained
 from offload.birth.birth import Birth
 from offload.checkpoint.safetensors.export import MAX_SHARD_BYTES, save_model
 from offload.config import OffloadConfig
-from offload.errors import ConfigError, RankError, limits_named
+from offload.errors import ConfigError, RankError, named
 from offload.memory import on_cpu
 from offload.model.handle import Handle
 from offload.model.inputs import Inputs
 from offload.optimizer import OffloadOptimizer
 from offload.option_names import Options, with_options
+from offload.option_values import as_path
 from offload.plan.plan import Plan
 from offload.ranks.world import World, tell_ranks
 from offload.report.report import ExpertUse, Report
@@ -67,7 +67,7 @@ class OffloadEngine:
             tell_ranks(options.get("mesh"), error)
             raise
         self.module = model
-        with torch.inference_mode(False), torch.enable_grad(), on_cpu(), limits_named():
+        with torch.inference_mode(False), torch.enable_grad(), on_cpu(), named("making the engine"):
             self._session = self._make(model)
 
     @classmethod
@@ -300,7 +300,8 @@ class OffloadEngine:
         Raises ``OffloadError`` before the first step.
         """
         self.report()
-        self._session.meter.trace.write(Path(path))
+        with named(f"writing the timeline to {path}"):
+            self._session.meter.trace.write(as_path("path", path))
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with ordinary tensors: it holds the whole model in memory."""
@@ -328,9 +329,10 @@ class OffloadEngine:
         Raises ``StorageFull`` before anything is written if there is no room. Training can go on in any case.
         """
         self._session.failure.check()
-        weights = self._session.weights()
-        with weights.together():
-            save_model(self.module, weights, dir, dtype or self.config.precision, max_shard_bytes)
+        with named("save_model"):
+            weights = self._session.weights()
+            with weights.together():
+                save_model(self.module, weights, dir, dtype or self.config.precision, max_shard_bytes)
         self._session.checkpoints.saved.note(dir)
 
     def save_checkpoint(self, dir: str | os.PathLike[str], tag: str | None = None, client_state: object = None) -> None:
@@ -346,7 +348,8 @@ class OffloadEngine:
         Raises ``StorageFull`` if there is no room: the checkpoints that there were are whole, and training can go on.
         """
         self._session.failure.check()
-        self._session.save_checkpoint(dir, tag, client_state)
+        with named("save_checkpoint"):
+            self._session.save_checkpoint(dir, tag, client_state)
 
     def load_checkpoint(self, dir: str | os.PathLike[str] | None = None, tag: str | None = None) -> Any:
         """Go on from a checkpoint: the latest in ``dir``, or the one with this ``tag``. Returns its ``client_state``.
@@ -360,7 +363,8 @@ class OffloadEngine:
         no use any more.
         """
         self._session.failure.check()
-        return self._session.load_checkpoint(dir, tag)
+        with named("load_checkpoint"):
+            return self._session.load_checkpoint(dir, tag)
 
     def save_dcp(self, dir: str | os.PathLike[str]) -> None:
         """Write weights, optimizer states and parameter groups as a ``torch.distributed.checkpoint`` for others into
@@ -371,7 +375,8 @@ class OffloadEngine:
         anything is written if there is no room. Training can go on in any case.
         """
         self._session.failure.check()
-        self._session.save_dcp(dir)
+        with named("save_dcp"):
+            self._session.save_dcp(dir)
 
     def load_dcp(self, dir: str | os.PathLike[str], states: bool = True) -> None:
         """Go on from the ``torch.distributed.checkpoint`` in ``dir``, which any number of ranks of an engine, of DDP,
@@ -386,7 +391,8 @@ class OffloadEngine:
         nothing has changed then. If damage shows while it is read, the engine is of no use any more.
         """
         self._session.failure.check()
-        self._session.load_dcp(dir, states=states)
+        with named("load_dcp"):
+            self._session.load_dcp(dir, states=states)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
@@ -406,7 +412,8 @@ class OffloadEngine:
         saved. ``discard`` ends the engine at once and without a word: the weights are not wanted. All ranks give the
         same.
         """
-        self._session.close(discard=discard)
+        with named("close"):
+            self._session.close(discard=discard)
 
     def unwrap(self) -> nn.Module:
         """End the engine and return the model, with ordinary parameters that have the values of the last step.
@@ -414,7 +421,8 @@ class OffloadEngine:
         Gradients that no step has used go with them, optimizer states do not (``optimizer.state_dict()``, before).
         Raises ``BudgetError`` if memory has no room for all weights at once: the engine goes on then.
         """
-        self._session.unwrap()
+        with named("unwrap"):
+            self._session.unwrap()
         return self.module
 
     def __enter__(self) -> OffloadEngine:
@@ -424,7 +432,8 @@ class OffloadEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         first = self._session.failure.first
-        self._session.close(error)
+        with named("close"):
+            self._session.close(error)
         if isinstance(first, RankError) and isinstance(error, RuntimeError) and not isinstance(error, OffloadError):
             raise first from error  # a collective of the program's own ends so, when the others have ended
 

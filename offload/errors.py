@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from swapper.errors import OffloadError
+from swapper.errors import OffloadError, StorageFull, failed
 
 OLDEST_TORCH = "2.8"
 """The oldest release of torch that has all that the engine stands on. ``pyproject.toml`` asks for it, too."""
@@ -83,21 +83,35 @@ def warn(message: str) -> None:
 
 
 @contextlib.contextmanager
-def limits_named() -> Iterator[None]:
-    """Name the limit where the system has no file descriptor left within, and what to do."""
+def named(what: str) -> Iterator[None]:
+    """What the system refuses within is an ``OffloadError`` that says ``what`` it was; of a limit, which one it is and
+    what to do."""
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EFBIG:
-            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-            raise OffloadError(
-                f"{error.strerror}: a file of this process can have {most:,} bytes, and memory is a file, too. "
-                "Raise the limit (ulimit -f)"
-            ) from error
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
+        raise _named(what, error) from error
+
+
+def _named(what: str, error: OSError) -> OffloadError:
+    if error.errno == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return OffloadError(
+            f"{what}: {error.strerror}: a file of this process can have {most:,} bytes, and memory is a file, too. "
+            "Raise the limit (ulimit -f)"
+        )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        raise OffloadError(
-            f"no file descriptor is left ({error.strerror}; this process may have {most:,} open): raise the limit "
-            "(ulimit -n), or close what is open (ls -l /proc/self/fd shows it)"
-        ) from error
+        return OffloadError(
+            f"{what}: no file descriptor is left ({error.strerror}; this process may have {most:,} open): raise the "
+            "limit (ulimit -n), or close what is open (ls -l /proc/self/fd shows it)"
+        )
+    if error.errno == errno.ENOMEM:
+        return OffloadError(
+            f"{what}: the system gives this process no more memory ({error.strerror}): free some, or raise the limit "
+            "(ulimit -v)"
+        )
+    told = failed(what, error)
+    told.survives = "What is stored is as it was: training can go on."
+    if not isinstance(told, StorageFull):
+        told.advice = "See to what the system names, and call it again."
+    return told

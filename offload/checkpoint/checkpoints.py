@@ -38,7 +38,7 @@ from offload.checkpoint.random_states import get_random_states, set_random_state
 from offload.checkpoint.run_state import RunState, TakeGradients
 from offload.checkpoint.saved_steps import SavedSteps
 from offload.config import OffloadConfig
-from offload.errors import ConfigError, warn
+from offload.errors import ConfigError, named, warn
 from offload.option_values import as_path
 from offload.tiers.gradients.last_step import LastGradients
 from offload.tiers.gradients.sink import GradientSink
@@ -318,7 +318,8 @@ class Checkpoints:
         loading = DistributedLoading(target, self._run, self._units, self._access, rule)
         with contextlib.closing(loading):
             on_every_rank(self._ranks, f"load_dcp({target})", loading.open)
-            self._replace(loading.state, loading.copy, lambda known: None, f"checkpoint {target}")
+            with self._whole_or_of_no_use(f"checkpoint {target}"):
+                self._replace(loading.state, loading.copy, lambda known: None, f"checkpoint {target}")
         _log.info("torch.distributed.checkpoint loaded: %s, step %d", target, self._run.progress.global_step)
 
     def _begin_loading(self) -> None:
@@ -361,7 +362,29 @@ class Checkpoints:
         step, moment = moment_of(run)
         facts = {"the step": step, "the checkpoint": moment, "the parameter groups": run["groups"]}
         self._ranks.barrier("load_checkpoint", lambda: facts)
-        self._replace(description.run, take_records, loading.take_gradients, where)
+        with self._whole_or_of_no_use(where):
+            self._replace(description.run, take_records, loading.take_gradients, where)
+            self._take_over_rest(description)
+        _log.info("checkpoint loaded: step %d", self._run.progress.global_step)
+        return description.run["client_state"]
+
+    @contextlib.contextmanager
+    def _whole_or_of_no_use(self, where: str) -> Iterator[None]:
+        """The engine is neither the old one nor the new one within: whatever ends this early (Ctrl-C, no memory) leaves
+        it of no use, where it has not said so itself."""
+        try:
+            yield
+        except OffloadError:
+            raise
+        except BaseException as error:
+            advice = "Make model and engine again, and load what was saved last."
+            self._access.failure.record(
+                OffloadError(f"{where}: it was half loaded when {error!r} came.", advice=advice)
+            )
+            raise
+
+    def _take_over_rest(self, description: Description) -> None:
+        """What is there beside the records."""
         self._identity.go_on(description.run.get("identity", self._identity.value))
         for item, state in zip(self._objects, description.run["objects"], strict=True):
             try:
@@ -373,8 +396,6 @@ class Checkpoints:
                 ) from error
         if description.run["random"] is not None:
             set_random_states(description.run["random"], self._access.device)
-        _log.info("checkpoint loaded: step %d", self._run.progress.global_step)
-        return description.run["client_state"]
 
     def _replace(
         self, run: dict[str, Any], take_records: Callable[[], None], take_gradients: TakeGradients, where: str
@@ -382,8 +403,9 @@ class Checkpoints:
         """Records first: while they come the engine is neither the old one nor the new one."""
         self.is_due, self._feed = False, None
         try:
-            take_records()
-            self._run.set(run, take_gradients)
+            with named(where):
+                take_records()
+                self._run.set(run, take_gradients)
         except OffloadError as error:
             raise self._access.failure.record(error) from None
         self._sink.restored()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
@@ -18,7 +19,7 @@ import torch
 from runs import VOCAB, backward, bits, least, make_model, train
 from torch import nn
 
-from offload import ConfigError, OffloadEngine
+from offload import ConfigError, OffloadEngine, OffloadError, access
 from swapper import StorageCorrupt, StorageFull, StoreLocked, StoreMissing
 
 PROGRAMS = {
@@ -705,3 +706,28 @@ def test_what_is_no_directory_is_named(name: str, path: object, make_model, tmp_
     with OffloadEngine(make_model()) as engine, pytest.raises(ConfigError, match="dir: expected a path, got"):
         getattr(engine, name)(path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", [KeyboardInterrupt(), MemoryError(), OSError(errno.ENOMEM, "no memory")], ids=repr)
+@pytest.mark.parametrize("kind", ["checkpoint", "dcp"])
+def test_an_engine_that_was_half_loaded_is_of_no_use(tmp_path: Path, monkeypatch, kind: str, what: BaseException):
+    (tmp_path / "nvme").mkdir()
+    options = {"nvme_path": tmp_path / "nvme", "host_memory": least(tmp_path)}
+    with OffloadEngine(make_model(), **options) as engine:
+        train(engine, 1)
+        getattr(engine, f"save_{kind}")(tmp_path / "saved")
+        train(engine, 2)
+        lent, num_lent = access._HomeRecords._lent, 0
+
+        def lend(records: access._HomeRecords, loan: access.Loan) -> access.Loan:
+            nonlocal num_lent
+            num_lent += 1
+            if num_lent == 4:
+                raise what
+            return lent(records, loan)
+
+        monkeypatch.setattr(access._HomeRecords, "_lent", lend)
+        with pytest.raises((type(what), OffloadError)):
+            getattr(engine, f"load_{kind}")(tmp_path / "saved")
+        with pytest.raises(OffloadError, match=r"half loaded|no more memory"):
+            train(engine, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import sys
@@ -11,13 +12,14 @@ from typing import Any
 import forked
 import pytest
 import torch
+from runs import make_model, train
 
 import offload.checkpoint.native.generations as generations
 import offload.tiers.store as tiers_store
 from offload import OffloadEngine, OffloadError, WeightsError
 from offload.checkpoint.dcp.reader import DistributedReader
 from offload.checkpoint.publish import write_synced
-from offload.errors import RankError, limits_named
+from offload.errors import RankError, named
 from offload.ranks.world import packed, unpacked
 from swapper import create_store
 
@@ -63,7 +65,7 @@ def test_a_store_whose_path_was_renamed_shares_no_file_system(tmp_path: Path):
 
 
 def test_a_limit_of_the_size_of_files_is_named():
-    with pytest.raises(OffloadError, match=r"a file of this process can have .*ulimit -f"), limits_named():
+    with pytest.raises(OffloadError, match=r"a file of this process can have .*ulimit -f"), named("making the engine"):
         raise OSError(27, "File too large")
 
 
@@ -98,3 +100,32 @@ def test_metadata_of_torch_that_names_other_classes_is_refused_and_not_run(tmp_p
     with pytest.raises(WeightsError, match=r"\.metadata is damaged: it names .*, which is none of the classes"):
         DistributedReader(tmp_path)
     assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ENAMETOOLONG, errno.ENOMEM])
+def test_what_the_system_refuses_is_an_error_of_ours_and_training_goes_on(tmp_path: Path, monkeypatch, number: int):
+    with OffloadEngine(make_model()) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.save_dcp(tmp_path / "dcp")
+        stat = os.stat
+
+        def refusing(path: Any, **options: Any) -> os.stat_result:
+            if str(tmp_path) in str(path):
+                raise OSError(number, os.strerror(number), str(path))
+            return stat(path, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", refusing)
+            for call in (
+                lambda: engine.load_checkpoint(tmp_path / "saved"),
+                lambda: engine.load_dcp(tmp_path / "dcp"),
+                lambda: engine.save_checkpoint(tmp_path / "saved"),
+                lambda: engine.save_model(tmp_path / "model"),
+                lambda: engine.save_dcp(tmp_path / "dcp"),
+            ):
+                with pytest.raises(OffloadError):
+                    call()
+        with pytest.raises(OffloadError, match="timeline"):
+            engine.timeline(tmp_path / "gone" / "timeline")
+        train(engine, 2)
