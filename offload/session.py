@@ -239,6 +239,7 @@ class Session:
         finally:
             ranks.leave(error)
             self.failure.record(OffloadError(_GONE if values is None else _GIVEN_BACK))
+            self.parts.together.left.wait()
             try:
                 hooks.reset()
             finally:

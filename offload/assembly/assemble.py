@@ -379,7 +379,9 @@ class _Assembler:
 
     def _together(self, hooks: Hooks, trained: Trained | None) -> Together:
         drop = (lambda: None) if trained is None else trained.step.drop_gradients
-        return Together(weakref.ref(self.model), hooks, self.run.processor, self.failure, drop)
+        together = Together(weakref.ref(self.model), hooks, self.run.processor, self.failure, drop)
+        self.closers.callback(together.left.wait)
+        return together
 
     def _checkpoints(self, shared: _Shared, training: Training | None) -> Checkpoints:
         tiers, access, config = shared.tiers, shared.access, self.config

@@ -95,7 +95,7 @@ class MicroBatches:
         self._error: BaseException | None = None
         self._has_left = False
         """``surroundings`` are those that a micro-batch has left."""
-        self._over = Latch()
+        self.over = Latch()
         """No thread touches anything any more. What is above belongs to the thread that has the turn."""
 
     def run(self) -> list[Any]:
@@ -125,7 +125,7 @@ class MicroBatches:
             del error  # it refers to this frame, and by it to all that the micro-batches have computed
 
     def _wait_for_end(self) -> None:
-        while not self._over.wait(_SLICE_S):  # a signal that came to another thread is handled between two slices
+        while not self.over.wait(_SLICE_S):  # a signal that came to another thread is handled between two slices
             pass
 
     @property
@@ -323,7 +323,7 @@ class MicroBatches:
             self._error = self._error or error
             following = self._following()
         if following is None:
-            self._over.set()
+            self.over.set()
         else:
             self._give_turn(following)
 

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from aio_ext.latch import Latch
 from offload.device.protocol import Processor
 from offload.model.attributes import Attributes
 from offload.model.habits import Habits
 from offload.model.hooks import Hooks
 from offload.model.interleave import MicroBatches
 from offload.model.surroundings import Surroundings
-from offload.waiting import Failure
+from offload.waiting import Deadline, Failure
 from swapper import OffloadError
 
+_SLICE_S = 0.1
 _STILL_RUNNING = (
     "engine.together() was interrupted, and again while it waited for the end of a micro-batch: that may still run. "
     "Build the model and the engine again, and go on from a checkpoint"
 )
+
+
+class Left:
+    """Micro-batches that an interrupt of the wait for their end has left: one of them may compute with the engine's
+    memory still. Refers to nothing of the engine."""
+
+    def __init__(self) -> None:
+        self.over: Latch | None = None
+        """None: there are none."""
+
+    def wait(self) -> None:
+        """Return when none of them touches anything any more. Raises ``WaitTimeout``."""
+        deadline = Deadline(lambda: "the end of a micro-batch of engine.together(), which was interrupted twice")
+        while self.over is not None and not self.over.wait(_SLICE_S):
+            deadline.check()
 
 
 @dataclass(eq=False)
@@ -32,6 +49,8 @@ class Together:
     processor: Processor
     failure: Failure
     drop_gradients: Callable[[], None]
+    left: Left = field(default_factory=Left)
+    """Whoever gives memory back waits for them."""
 
     def __post_init__(self) -> None:
         self._habits = Habits()
@@ -66,12 +85,13 @@ class Together:
                     return results
             return results + [function(item) for item in items]
         except BaseException:
-            self._spoil(is_over=group is None or group.is_over)
+            self._spoil(group)
             raise
 
-    def _spoil(self, *, is_over: bool) -> None:
-        """Micro-batches have ended in the middle; ``is_over``: none of them runs any more."""
-        if not is_over:
+    def _spoil(self, group: MicroBatches | None) -> None:
+        """Micro-batches have ended in the middle, those of the ``group`` last."""
+        if group is not None and not group.is_over:
+            self.left.over = group.over
             self.failure.record(OffloadError(_STILL_RUNNING))
         elif not self.failure.is_known:
             self.drop_gradients()

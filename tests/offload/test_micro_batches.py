@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -819,6 +821,50 @@ def test_a_second_interrupt_is_not_held_up_by_what_computes(engine: OffloadEngin
     for thread in threading.enumerate():
         if thread.name.startswith("offload-micro-batch"):
             thread.join(30)
+
+
+@pytest.mark.parametrize("end", ["engine.close()", "engine.close(discard=True)", ""], ids=["close", "discard", "exit"])
+def test_memory_that_an_interrupted_micro_batch_computes_with_is_there_until_it_ends(tmp_path: Path, end: str):
+    """The window of the unit that computes would be unmapped under it. Without ``close`` the program's end waits."""
+    program = f"""
+import ctypes, os, signal, sys, time
+import torch
+from offload import OffloadEngine
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(512))
+
+    def forward(self, x):
+        y = x @ self.weight
+        if os.environ.pop("INTERRUPTED", ""):
+            address = self.weight.data_ptr()
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.2)
+            for _ in range(100):  # as a kernel that takes long
+                ctypes.string_at(address, 1 << 20)
+                time.sleep(0.01)
+        return y
+
+def run(batch):
+    engine.backward(engine(batch).square().mean())
+
+model = torch.nn.Sequential(*(Layer() for _ in range(6)))
+engine = OffloadEngine(model, nvme_path=sys.argv[1], host_memory="12MiB", optimizer="sgd")
+engine.together(torch.ones(2, 1, 512), run)
+engine.step()
+os.environ["INTERRUPTED"] = "True"
+try:
+    engine.together(torch.ones(2, 1, 512), run)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    {end}
+"""
+    found = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    assert "interrupted" in found.stdout
 
 
 def test_an_error_of_the_data_is_raised_as_it_is(engine: OffloadEngine):
