@@ -75,6 +75,7 @@ from offload.update.speculation_policy import SpeculationPolicy
 from offload.update.verdict import Verdict
 from swapper import OffloadError
 
+_ENDED = "the engine has ended with the program, or with the last reference to it"
 _NOT_MADE = "the engine could not be made, and parameters that it had taken over are lost: build the model again"
 
 
@@ -125,6 +126,8 @@ class _Assembler:
         updates = None
         if choice is not None:
             updates = make_updates(run, tiers, choice.rule, self.failure, self.meter, closers)
+            # An update may wait for what an exception has left in use: it ends when there is an error.
+            closers.callback(partial(self.failure.record, OffloadError(_ENDED)))
         access = self._access(tiers, updates)
         handles = make_handles(run.units, run.shards, tiers.parameters, access)
         of_shards = handles.of_shards(self.ranks)

@@ -823,6 +823,35 @@ def test_a_second_interrupt_is_not_held_up_by_what_computes(engine: OffloadEngin
             thread.join(30)
 
 
+def test_a_program_that_an_error_of_a_micro_batch_ends_does_not_wait_for_its_units(tmp_path: Path):
+    """An update waits for the memory of a unit that the error has left in use, and the end waits for the update."""
+    program = """
+import os, sys
+import torch
+from offload import OffloadEngine
+
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if os.environ.pop("FAILS", ""):
+            raise ValueError("the model's own")
+        return y
+
+def run(batch):
+    engine.backward(engine(batch).square().mean())
+
+model = torch.nn.Sequential(*(Layer(1024, 1024) for _ in range(6)))
+engine = OffloadEngine(model, nvme_path=sys.argv[1], host_memory="24MiB", optimizer="sgd")
+engine.together(torch.ones(2, 1, 1024), run)
+engine.step()
+os.environ["FAILS"] = "True"
+engine.together(torch.ones(2, 1, 1024), run)
+"""
+    found = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 1
+    assert "the model's own" in found.stderr
+
+
 @pytest.mark.parametrize("end", ["engine.close()", "engine.close(discard=True)", ""], ids=["close", "discard", "exit"])
 def test_memory_that_an_interrupted_micro_batch_computes_with_is_there_until_it_ends(tmp_path: Path, end: str):
     """The window of the unit that computes would be unmapped under it. Without ``close`` the program's end waits."""
