@@ -15,6 +15,8 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _Handler = Callable[[int, FrameType | None], Any]
@@ -57,6 +59,8 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         for number in _SIGNALS:
             if _signal.getsignal(number) not in _OF_PYTHON:
                 with held_back():

@@ -191,6 +191,7 @@ class Hooks:
 
     # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 
+    @undisturbed
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
         if unit.forward_depth and self._was_left(unit, module):
             self._end_left(unit)
@@ -206,6 +207,7 @@ class Hooks:
         if unit.recomputes and not torch.compiler.is_compiling():
             unit.called = module
 
+    @undisturbed
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
         if unit.in_graph:
             return output
@@ -232,7 +234,6 @@ class Hooks:
         unit.forward_depth = 0
         self._leave_forward(unit)
 
-    @undisturbed
     def _enter_forward(self, unit: UnitInModel) -> None:
         """The outermost call of the unit's modules begins. Modes around it do not see what is done here: one of a
         checkpoint's policy would expect the same operations when the call is recomputed."""
@@ -271,7 +272,6 @@ class Hooks:
         if is_eager:
             unit.saved_tensors.begin(call)
 
-    @undisturbed
     def _finish_forward(self, unit: UnitInModel, output: Any) -> Any:
         """It is over. Returns its output, without views of the weights."""
         if unit.call is None or unit.call.thread != get_ident():
