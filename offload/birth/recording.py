@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.birth.draws import Draw, KeptPieces, comes_in_pieces
 from offload.memory import passing_tensor
+from offload.units import innermost
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -138,6 +139,8 @@ class Recording(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # what is wrapped is recorded when the wrapper has taken the call apart
         kwargs = kwargs or {}
         written = _written_by(func, args, kwargs)
         before = [tensor for tensor in _tensors((args, kwargs)) if _is_meta(tensor)]
@@ -193,7 +196,7 @@ class Recording(TorchDispatchMode):
 
     def _hold(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            self._storages[_key(tensor)] = tensor.untyped_storage()
+            self._storages[_key(tensor)] = _storage_of(tensor)
 
     def _memory_for(self, key: int) -> torch.UntypedStorage:
         return passing_tensor(self._storages[key].nbytes()).untyped_storage()
@@ -213,7 +216,8 @@ class Recording(TorchDispatchMode):
         return torch.device("cpu") if item == _META else item
 
     def _layout(self, tensor: Tensor) -> _Layout:
-        return _Layout(_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        of = innermost(tensor)
+        return _Layout(_key(of), of.dtype, of.shape, of.stride(), int(of.storage_offset()))
 
     @torch.no_grad()
     def _make(self, key: int) -> torch.UntypedStorage:
@@ -281,7 +285,11 @@ def _is_meta(tensor: Tensor) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(_storage_of(tensor)._cdata)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    return innermost(tensor).untyped_storage()
 
 
 def _tensors(items: Any) -> list[Tensor]:
@@ -303,7 +311,7 @@ def _written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[
 
 
 def _covers_storage(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+    return tensor.numel() * tensor.itemsize == _storage_of(tensor).nbytes()
 
 
 def _tensor_in(storages: dict[int, torch.UntypedStorage], layout: _Layout) -> Tensor:

@@ -219,7 +219,7 @@ class OptimizerStates:
         if spec.whole is not None:
             own = self.access.joined(f"state {name}", own.view(-1), spec)
             own = own.view(spec.whole_shape) if per_element else own
-        return spec.in_model(own) if per_element else own
+        return spec.beside(own) if per_element else own
 
     def _own_part(self, spec: ParameterSpec, states: States) -> States:
         """Return what this rank has of the states of a whole parameter: of its elements, or of its blocks of codes."""

@@ -108,7 +108,7 @@ class ParameterBacking:
                 for span in elements.spans(self._unit, [spec]):
                     elements.read(span, span.first, value[span.first : span.first + span.numel])
             value = access.joined("the master", value, spec)
-        return spec.in_model(value.view(spec.whole_shape))
+        return spec.beside(value.view(spec.whole_shape))
 
     @undisturbed
     def write_master(self, value: torch.Tensor) -> None:

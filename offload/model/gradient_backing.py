@@ -72,7 +72,7 @@ class PlainGradientBacking:
             self._known()
             own = self._access.gradients.read(self._unit, self.spec)
             value = self._access.joined("the gradient", own, self.spec).view(self.spec.whole_shape)
-        return self.spec.in_model(value.to(self._access.layout.dtype))
+        return self.spec.beside(value.to(self._access.layout.dtype))
 
     @undisturbed
     def write(self, value: torch.Tensor) -> None:

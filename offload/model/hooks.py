@@ -467,8 +467,8 @@ class Hooks:
             gradient = None if whole is None else spec.part_of(whole)
         else:
             gradient = unit.take_gradient(parameter)
-            if gradient is not None and spec.distribution is not None:
-                gradient = spec.distribution.part_of(gradient)
+            if gradient is not None and spec.outer is not None:
+                gradient = spec.outer.part_of(gradient)
             call = None if finds or unit.in_backward else unit.call
             if call is not None and call.has_saved and call.context is context:
                 self._reach(call, may_stay=True)  # no weight was needed so far, and one will be

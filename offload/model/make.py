@@ -22,6 +22,7 @@ from offload.model.identity import take_over
 from offload.model.packed_handle import PackedBacking, PackedHandle
 from offload.model.piecewise import PiecewiseHandle
 from offload.model.shared_memory import share_memory_of_handles
+from offload.model.wrapped_handle import WrappedHandle
 from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
@@ -98,6 +99,8 @@ def make_handles(
 def _kind(spec: ParameterSpec) -> type[Handle]:
     if spec.distribution is not None:
         return DistributedHandle
+    if spec.outer is not None:
+        return WrappedHandle
     return Handle if spec.packing is None else PackedHandle
 
 
@@ -113,7 +116,7 @@ def memory_of(units: Sequence[UnitSpec], dtype: torch.dtype, device: torch.devic
     """The memory under the parameters that will be taken over, of those that are of this kind already."""
     found = {}
     for spec in (spec for unit in units for spec in unit.parameters):
-        is_plain = spec.packing is None and spec.distribution is None and spec.parameter.device.type == "cpu"
+        is_plain = spec.packing is None and spec.outer is None and spec.parameter.device.type == "cpu"
         if is_plain and spec.parameter.dtype == dtype and device.type == "cpu":
             value, piece = spec.parameter.detach(), spec.piece
             if piece is not None:
@@ -153,7 +156,7 @@ def _value_in(state_dict: dict[str, Any], handle: Handle, spooled: Spooled) -> t
     last = _last_copies.get(handle.backing)
     copy = None if last is None else last()
     if copy is None or not any(other is copy for other in state_dict.values()):
-        value = handle.value_on_host()
+        value = handle.saved()
         copy = spooled.keep(value) if type(value) is torch.Tensor else value  # wraps others
         _last_copies[handle.backing] = weakref.ref(copy)
     return copy

@@ -45,7 +45,7 @@ class ParameterMetadata:
             own = vars(handles[spec])
             own.update({name: value for name, value in attributes.items() if name not in own})
         for spec, parameter in in_use.items():
-            if spec.packing is None and spec.piece is None and spec.distribution is None:
+            if spec.packing is None and spec.piece is None and spec.outer is None:
                 parameter.__dict__ = vars(handles[spec])
             else:  # has some that the tensor itself consists of
                 vars(parameter).update(self._attributes.get(spec, {}), _backing=vars(handles[spec])["_backing"])
@@ -64,8 +64,9 @@ class ParameterMetadata:
             return
         if spec.packing is None and not parameter.is_contiguous():
             self._odd[spec.name if spec.piece is None else spec.piece.whole.name] = parameter.stride()
-        own = frozenset[str]() if spec.packing is None else spec.packing.own_attributes
-        if type(parameter) is not nn.Parameter and spec.packing is None and spec.distribution is None:
+        layout = spec.packing or spec.outer
+        own = frozenset[str]() if layout is None else layout.own_attributes
+        if type(parameter) is not nn.Parameter and layout is None:
             self._kinds[spec] = type(parameter)
         if attributes := {name: value for name, value in vars(parameter).items() if name not in own}:
             self._attributes[spec] = attributes

@@ -18,7 +18,7 @@ from offload.model.resting import resting_class
 from offload.model.strays import Strays
 from offload.tiers.window import Window
 from offload.torch_internals import SavedTensorsHooks, autograd_gradient, itself, num_references
-from offload.units import ParameterSpec, UnitSpec, local_tensor
+from offload.units import ParameterSpec, UnitSpec, innermost
 from swapper import OffloadError
 
 ORDINARY = (torch.Tensor, nn.Parameter)
@@ -198,7 +198,7 @@ class UnitInModel:
         self.watched = [item for item in spec.parameters if item.packing is None]
         """Parameters that ``own_writes`` looks at, in order: no forward writes to quantised parameters."""
         of_spec = dict(zip(spec.parameters, parameters, strict=True))
-        self.own_writes = OwnWrites([local_tensor(of_spec[item]) for item in self.watched])
+        self.own_writes = OwnWrites([item.stored_of(of_spec[item]) for item in self.watched])
         names = [item.name for item in self.watched]
         self.strays = Strays(spec, window, self.own_writes, names)
 
@@ -230,7 +230,7 @@ class UnitInModel:
         since: a graph keeps the old one."""
         for spec, serial in self.reassigned.items():
             if serial > call.start and self.window.holds(tensor):
-                first = local_tensor(tensor).storage_offset()
+                first = innermost(tensor).storage_offset()
                 if spec.offset <= first < spec.offset + spec.numel:
                     raise OffloadError(
                         f"{spec.name}: a forward has assigned to its .data once it was used, and this backward needs "

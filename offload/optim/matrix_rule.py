@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -47,7 +47,7 @@ class MatrixOptimizer:
         all of them. Raises ``ConfigError`` for one that it cannot take.
 
         A parameter's own ``use_muon`` decides. Where it has none, an inner matrix is one that is no embedding, nor the
-        last one with as many rows as an embedding has.
+        last one with as many rows as an embedding has, nor vectors of stacked matrices, such as the biases of experts.
         """
         if not self.others.takes_elements:
             return None
@@ -56,7 +56,8 @@ class MatrixOptimizer:
         tables = [each._parameters.get("weight") for each in model.modules() if _is_embedding(each)]
         rows = {table.shape[0] for table in tables if table is not None}
         heads = {key for key in list(matrices)[-1:] if matrices[key].shape[0] in rows}
-        inner = matrices.keys() - heads - set(map(id, tables))
+        vectors = {id(each) for module in model.modules() for each in _stacked_vectors(module)}
+        inner = matrices.keys() - heads - vectors - set(map(id, tables))
         found = {id(parameter): parameter for parameter in parameters if _use_muon(parameter, id(parameter) in inner)}
         for name, parameter in model.named_parameters():
             if id(parameter) in found and parameter.ndim != 2:
@@ -175,6 +176,13 @@ class MatrixRule(LooseStates, WholeParameters):
 
 def _use_muon(parameter: nn.Parameter, otherwise: bool) -> bool:
     return bool(getattr(parameter, "use_muon", otherwise))
+
+
+def _stacked_vectors(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters with a row for each of the matrices that another one of the module stacks."""
+    own = list(module.parameters(recurse=False))
+    stacks = {parameter.shape[0] for parameter in own if parameter.ndim == 3}
+    return (parameter for parameter in own if parameter.ndim == 2 and parameter.shape[0] in stacks)
 
 
 def _is_embedding(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from offload.device.protocol import Device
 from offload.interrupts import held_back
 from offload.memory import copy_memory, tensor_at
 from offload.torch_internals import can_swap_memory, keeps_version, swap_memory
-from offload.units import local_tensor
+from offload.units import innermost
 
 POISON = 0x7FFF
 """NaN in bf16, fp16, fp32 and fp64, whatever the alignment."""
@@ -79,7 +79,7 @@ class _Holds:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         try:
-            address = local_tensor(tensor).untyped_storage().data_ptr()
+            address = innermost(tensor).untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):  # a sparse tensor, a handle, or what a collective still brings
             return False
         return address == self.flat.untyped_storage().data_ptr()

@@ -16,6 +16,7 @@ from offload.units.spec import (
     largest_trainable_numel,
     num_nested,
 )
+from offload.units.wrapped import innermost
 
 __all__ = [
     "ALIGNMENT",
@@ -31,6 +32,7 @@ __all__ = [
     "Tile",
     "UnitSpec",
     "WeightInPieces",
+    "innermost",
     "largest_numel",
     "largest_trainable_numel",
     "local_tensor",

@@ -27,6 +27,9 @@ class Distribution:
         self.placements = tensor.placements
         self._stride = tensor.stride()
 
+    own_attributes = frozenset[str]()
+    """Attributes that the tensor itself consists of."""
+
     @property
     def is_sharded(self) -> bool:
         """Each rank has other elements. Else all have the same."""

@@ -18,6 +18,7 @@ from offload.units.overlap import check_memory_is_distinct
 from offload.units.packed import Packing, packing_of
 from offload.units.pieces import Piece, WeightInPieces, can_be_cut, num_pieces, piece_numel
 from offload.units.spec import ALIGNMENT, GRAIN, ParameterSpec, Site, UnitSpec
+from offload.units.wrapped import Wrapping, wrappings_in
 from swapper import align
 
 _UNIT_SHARE = 1 / 8
@@ -49,10 +50,10 @@ def find_units(
     Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor, for two that share
     memory, and for what ``packing_of`` and ``distributions_in`` refuse.
     """
-    distributions = distributions_in(model)
-    packings = _packings(model, distributions, dtype)
+    outers: dict[int, Distribution | Wrapping] = {**wrappings_in(model), **distributions_in(model)}
+    packings = _packings(model, outers, dtype)
     check_memory_is_distinct(model.named_parameters())
-    kept = {*distributions, *(id_ for id_, packing in packings.items() if not packing.has_rows), *(whole or ())}
+    kept = {*outers, *(id_ for id_, packing in packings.items() if not packing.has_rows), *(whole or ())}
     of_layers = list(find_experts(model, experts, fused=whole is not None, whole=kept, least=GRAIN * num_ranks))
     fused = {of.module: of for of in of_layers if isinstance(of, FusedExperts)}
     in_rows = {id(parameter) for of in fused.values() for parameter in of.parameters.values()}
@@ -64,7 +65,7 @@ def find_units(
     parameters = {owner: _distinct(group) for owner, group in groups.items() if isinstance(owner, nn.Module)}
     num_fused = sum(of.count for of in fused.values())
     together = math.ceil(num_fused / most_experts) if most_experts is not None else 1
-    layout = _Layout(sites, packings, distributions, dtype, GRAIN * num_ranks, names)
+    layout = _Layout(sites, packings, outers, dtype, GRAIN * num_ranks, names)
     cuts = {} if whole is None else _cuts(parameters, layout, whole)
     rest = {owner: [item for item in group if id(item[1]) not in cuts] for owner, group in parameters.items()}
     layout.unit_names.update(names[owner] for owner in parameters if rest[owner])
@@ -81,11 +82,11 @@ def find_units(
     return units
 
 
-def _packings(model: nn.Module, distributions: Mapping[int, Distribution], dtype: torch.dtype) -> dict[int, Packing]:
+def _packings(model: nn.Module, outers: Collection[int], dtype: torch.dtype) -> dict[int, Packing]:
     """By the ``id`` of each parameter that is quantised."""
     packings = {}
     for name, parameter in model.named_parameters():
-        packing = None if id(parameter) in distributions else packing_of(name, parameter, dtype)
+        packing = None if id(parameter) in outers else packing_of(name, parameter, dtype)
         if packing is not None:
             packings[id(parameter)] = packing
     return packings
@@ -192,7 +193,7 @@ class _Layout:
 
     sites: Mapping[int, Sequence[Site]]
     packings: Mapping[int, Packing]
-    distributions: Mapping[int, Distribution]
+    outers: Mapping[int, Distribution | Wrapping]
     dtype: torch.dtype
     multiple: int
     names: Mapping[nn.Module, str]
@@ -212,14 +213,14 @@ class _Layout:
     def spec(self, name: str, parameter: nn.Parameter, offset: int) -> ParameterSpec:
         """The parameter, laid out at this offset."""
         sites, numel, trainable = tuple(self.sites[id(parameter)]), self.numel(parameter), parameter.requires_grad
-        packing, distribution = self.packings.get(id(parameter)), self.distributions.get(id(parameter))
+        packing, outer = self.packings.get(id(parameter)), self.outers.get(id(parameter))
         shape = self._shape(parameter)
-        return ParameterSpec(name, shape, numel, offset, trainable, sites, packing=packing, distribution=distribution)
+        return ParameterSpec(name, shape, numel, offset, trainable, sites, packing=packing, outer=outer)
 
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
         """Of what this rank has of it."""
-        distribution = self.distributions.get(id(parameter))
-        return parameter.shape if distribution is None else distribution.own_shape
+        outer = self.outers.get(id(parameter))
+        return parameter.shape if outer is None else outer.own_shape
 
 
 def _unit(index: int, owner: nn.Module, parameters: list[tuple[str, nn.Parameter]], layout: _Layout) -> UnitSpec:
@@ -270,7 +271,7 @@ def _cuts(
         owner: (name, p)
         for owner, group in parameters.items()
         for name, p in group
-        if p is owner._parameters.get("weight") and id(p) not in {*layout.packings, *layout.distributions, *whole}
+        if p is owner._parameters.get("weight") and id(p) not in {*layout.packings, *layout.outers, *whole}
         if all(can_be_cut(*site) for site in sites[id(p)])
     }
     others = [size for owner, size in sizes.items() if owner not in cuttable]

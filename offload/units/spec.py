@@ -15,6 +15,7 @@ from offload.units.distributed_tensor import Distribution
 from offload.units.experts import Experts
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
+from offload.units.wrapped import Wrapping
 from swapper import PAGE_BYTES, FilePart, ReadBytes
 
 GRAIN = PAGE_BYTES // 2
@@ -40,8 +41,8 @@ class ParameterSpec:
 
     ``offset`` and ``numel`` count elements of the unit, from its start. ``sites`` are where it stands while it is used:
     tied ones have several, and a ``piece``, which has it itself, none. Of a quantised one ``shape`` is what the model
-    sees, and ``numel`` what its bytes take. Of a ``DTensor`` all of these are of the part that this rank has;
-    ``distribution`` knows the whole.
+    sees, and ``numel`` what its bytes take. Where the model sees a tensor around the stored one, ``outer`` knows it: of
+    a ``DTensor`` all of these are of the part that this rank has.
     A rank's shard has ``numel`` elements of the flat parameter ``whole``, from its element ``start``; it may have none.
     """
 
@@ -53,7 +54,7 @@ class ParameterSpec:
     sites: tuple[Site, ...]
     piece: Piece | None = None
     packing: Packing | None = None
-    distribution: Distribution | None = None
+    outer: Distribution | Wrapping | None = None
     whole: ParameterSpec | None = None
     start: int = 0
 
@@ -98,16 +99,30 @@ class ParameterSpec:
         """The same elements of something that has the parameter's shape."""
         if self.piece is not None:
             return whole[self.piece.start : self.piece.stop]
-        return whole if self.distribution is None else self.distribution.part_of(whole)
+        return whole if self.outer is None else self.outer.part_of(whole)
 
     def in_model(self, value: torch.Tensor) -> torch.Tensor:
-        """A value as the model sees it, over the same memory: a ``DTensor`` of this part, if it is to be one."""
+        """A value as the model sees it, over the same memory: of the class that it is to have."""
+        return value if self.outer is None else self.outer.over(value)
+
+    def stored_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The ordinary tensor within a parameter in use, which has these ``numel`` elements."""
+        return parameter if self.outer is None else self.outer.part_of(parameter)
+
+    def beside(self, value: torch.Tensor) -> torch.Tensor:
+        """A gradient, or a state for each element, as the model sees it: a ``DTensor`` of this part, if the parameter
+        is one. What wraps a weight for the sake of its products wraps nothing else."""
         return value if self.distribution is None else self.distribution.over(value)
+
+    @property
+    def distribution(self) -> Distribution | None:
+        """Its layout over ranks, if it is a ``DTensor``."""
+        return self.outer if isinstance(self.outer, Distribution) else None
 
     def shard_of(self, value: torch.Tensor) -> torch.Tensor:
         """Return what a rank's shard has of a value of the whole, flat; all of it in the value's shape if this is
         none."""
-        own = value if self.distribution is None else self.distribution.part_of(value)
+        own = value if self.outer is None else self.outer.part_of(value)
         return own if self.whole is None else own.reshape(-1)[self.start : self.start + self.numel]
 
     @property
@@ -118,7 +133,7 @@ class ParameterSpec:
     @property
     def model_shape(self) -> torch.Size:
         """The shape that the model sees."""
-        return self.whole_shape if self.distribution is None else self.distribution.shape
+        return self.whole_shape if self.outer is None else self.outer.shape
 
     @property
     def another_piece_follows(self) -> bool:

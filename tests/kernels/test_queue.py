@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import random
+import sys
 import threading
 import time
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ from offload.tiers.gradients.norms import DeviceSquares, DistributedParts, RankS
 from offload.tiers.gradients.spill import BufferPool, SpilledGradients
 from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.tiers.home import DeviceHome, Home, HostHome, TileHomes, UnitHomes
-from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
+from offload.units import GRAIN, Distribution, ParameterSpec, Tile, UnitSpec
 from offload.waiting import Failure, Monitor
 from swapper import OffloadError, StorageIOError
 
@@ -892,7 +892,7 @@ def parts_of(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None
 
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     unit = make_unit()
-    small = replace(unit.parameters[0], distribution=Mock(is_sharded=True))
+    small = replace(unit.parameters[0], outer=Mock(Distribution, is_sharded=True))
     unit = replace(unit, parameters=(small, *unit.parameters[1:]))
     return DistributedParts([unit], Peers((0, 1), 0, NO_GROUP), Failure())
 

@@ -12,6 +12,7 @@ from tiny import Tiny, batches, least_budget, loss_of, train
 from torch import nn
 
 from offload import ConfigError, OffloadEngine
+from offload.optim.matrix_rule import MATRIX_OPTIMIZERS
 from offload.optim.matrix_steps import Muon, orthogonalised
 from offload.update.step import UnitUpdate
 
@@ -177,6 +178,28 @@ def test_by_name_muon_takes_the_matrices_between_embedding_and_head_and_adamw_th
     inner = {name for name, states in found.items() if states == {"momentum_buffer"}}
     assert inner == {f"blocks.{index}.{part}.weight" for index in range(6) for part in ("up", "down")}
     assert all(states == {"exp_avg", "exp_avg_sq"} for name, states in found.items() if name not in inner)
+
+
+class Stacked(nn.Module):
+    """Experts as GPT-OSS has them: a matrix and a bias of each, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.bias = nn.Parameter(torch.randn(4, 128, 128)), nn.Parameter(torch.zeros(4, 128))
+        self.router = nn.Parameter(torch.randn(8, 128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (x @ self.up + self.bias[:, None]).mean(0) + x @ self.router.T @ self.router
+
+
+def test_rows_beside_stacked_matrices_are_not_one_matrix():
+    model = nn.Sequential(Stacked(), nn.Linear(128, 128))
+    of_muon = MATRIX_OPTIMIZERS["muon"].whole(model)
+    assert {name for name, each in model.named_parameters() if id(each) in of_muon} == {"0.router", "1.weight"}
+    with OffloadEngine(model, optimizer="muon") as engine:
+        engine.backward(model(torch.ones(2, 128)).sum())
+        engine.step()
+        assert set(engine.optimizer.state[model[0].bias]) >= {"exp_avg", "exp_avg_sq"}
 
 
 def test_a_parameter_says_itself_whether_it_is_one_of_muons():
