@@ -18,6 +18,7 @@ from offload import foreign, option_values
 from offload.device.protocol import Device
 from offload.errors import ConfigError, warn
 from offload.native_optimizers import MATRIX_DEFAULTS, NATIVE_OPTIMIZERS
+from offload.quantised.linear_4bit import is_in_4bit
 from offload.units.experts import EXPERTS
 
 OPTIMIZERS = (*NATIVE_OPTIMIZERS, *MATRIX_DEFAULTS)
@@ -221,7 +222,7 @@ class OffloadConfig:
         for name, parameter in named.items():
             if is_lazy(parameter):
                 raise ConfigError(f"parameter {name} has no shape yet: run a batch through the lazy model first")
-        parameters = [parameter for parameter in named.values() if parameter.is_floating_point()]
+        parameters = [each for each in named.values() if each.is_floating_point() and not is_in_4bit(each)]
         numel: Counter[torch.dtype] = Counter()
         for parameter in parameters:
             numel[parameter.dtype] += parameter.numel()
@@ -251,7 +252,8 @@ class OffloadConfig:
 
     def converted_dtypes(self, model: nn.Module) -> set[torch.dtype]:
         """The dtypes that floating-point parameters of the model have, and are converted from."""
-        return {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {self.dtype}
+        floating = [each for each in model.parameters() if each.is_floating_point() and not is_in_4bit(each)]
+        return {each.dtype for each in floating} - {self.dtype}
 
     @property
     def paths(self) -> tuple[Path, ...]:

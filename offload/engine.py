@@ -125,7 +125,7 @@ class OffloadEngine:
             raise
 
     def _make_in(self, world: World, model: nn.Module) -> Session:
-        with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
+        with contextlib.closing(Birth(model, self.config.weights_path, self.config.dtype)) as birth:
             plan = plan_run(model, self.config, world, birth)
             self._inputs = Inputs(plan.processor, self.config.converted_dtypes(model), self.config.dtype)
             path = self.config.run_path if world.rank == 0 else None

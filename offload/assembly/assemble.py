@@ -55,6 +55,7 @@ from offload.optim.loss_scale import LossScale
 from offload.optimizer import OffloadOptimizer, refuse_others
 from offload.passes import Passes, TrainingPasses
 from offload.progress import Progress
+from offload.quantised.linear_4bit import compute_in_engine
 from offload.ranks.agreement import fact_of
 from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
@@ -374,6 +375,9 @@ class _Assembler:
         self.closers.callback(show_first_layers(self.model, owners))
         experts = dict.fromkeys(unit.experts for unit in self.run.units)
         self.closers.callback(compute_by_expert(of for of in experts if isinstance(of, FusedExperts)))
+        packed = (spec for unit in self.run.units for spec in unit.parameters if spec.packing is not None)
+        places = ((site.module, spec.packing.kind) for spec in packed if spec.packing for site in spec.sites)
+        self.closers.callback(compute_in_engine(places))
         self.closers.callback(announce_routes(self.run.units, passes.announce, outside_of_graphs))
         return hooks
 

@@ -27,6 +27,7 @@ from offload.birth.stored import origins_in
 from offload.birth.weights import Weights
 from offload.memory import trim_heap
 from offload.quantised import QuantisedWeight
+from offload.quantised.linear_4bit import weights_of_layers
 from offload.units import Packing, ParameterSpec, Site, UnitSpec
 from swapper import FilePart
 
@@ -34,9 +35,9 @@ from swapper import FilePart
 class Birth:
     """Gives values one at a time: the model is never whole in memory. Close it at the end."""
 
-    def __init__(self, model: nn.Module, weights: Path | None) -> None:
-        """``weights`` are files to read. What is on the meta device and not there is left to the model's initialisers:
-        see ``begin``.
+    def __init__(self, model: nn.Module, weights: Path | None, dtype: torch.dtype) -> None:
+        """``weights`` are files to read, ``dtype`` is that of the engine's weights. What is on the meta device and not
+        in the files is left to the model's initialisers: see ``begin``.
 
         Raises ``ConfigError``, and ``WeightsError`` for files that do not fit. The model has not changed then.
         """
@@ -44,7 +45,7 @@ class Birth:
         self._weights = None if weights is None else Weights(weights)
         self._origins: Mapping[Site, Origin] = {}
         self._replaced: dict[Site, tuple[nn.Parameter, nn.Parameter | None]] = {}
-        """Parameters that stand for quantised weights of the files, and those in whose places they are."""
+        """Parameters that stand for quantised weights of the files or of layers, and those in whose places they are."""
         if self._weights is not None:
             try:
                 found = origins_in(self._weights, model)
@@ -53,6 +54,9 @@ class Birth:
                 raise
             self._origins = found.origins
             self._quantise(found.quantised)
+        else:
+            layers = weights_of_layers(model, dtype)
+            self._quantise({Site(layer, "weight"): parameter for layer, parameter in layers.items()})
         self._read = frozenset(self._origins)
         """Those that come from ``weights``."""
 

@@ -83,6 +83,10 @@ class Handle(torch.Tensor):
         """The same in host memory: what is larger than a device can be looked at there."""
         return self._backing.read()  # type: ignore[no-any-return]
 
+    def saved(self) -> torch.Tensor:
+        """What a state dict holds of it, in host memory."""
+        return self.value_on_host()
+
     @property
     def _version(self) -> int:  # type: ignore[override]
         """The number of changes, which is one for the parameter in its unit and outside."""

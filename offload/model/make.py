@@ -156,7 +156,7 @@ def _value_in(state_dict: dict[str, Any], handle: Handle, spooled: Spooled) -> t
     last = _last_copies.get(handle.backing)
     copy = None if last is None else last()
     if copy is None or not any(other is copy for other in state_dict.values()):
-        value = handle.value_on_host()
+        value = handle.saved()
         copy = spooled.keep(value) if type(value) is torch.Tensor else value  # wraps others
         _last_copies[handle.backing] = weakref.ref(copy)
     return copy

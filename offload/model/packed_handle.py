@@ -15,6 +15,7 @@ from offload.memory import tensor_at
 from offload.model.aliases import Aliases
 from offload.model.backing import ParameterBacking
 from offload.model.handle import Handle, value_of
+from offload.quantised import QuantisedWeight
 from offload.torch_internals import map_leaves
 from offload.units import Packing, ParameterSpec, UnitSpec
 
@@ -85,4 +86,10 @@ class PackedHandle(Handle):
         return dequantize(*args, **kwargs)
 
     def _as_ordinary(self, value: torch.Tensor) -> torch.Tensor:
-        return nn.Parameter(value, requires_grad=False) if isinstance(self, nn.Parameter) else value
+        if not isinstance(self, nn.Parameter):
+            return value
+        return value.as_parameter() if isinstance(value, QuantisedWeight) else nn.Parameter(value, requires_grad=False)
+
+    def saved(self) -> torch.Tensor:
+        value = super().saved()
+        return value.saved if isinstance(value, QuantisedWeight) else value

@@ -151,7 +151,7 @@ class Blocks4Nested(Blocks4):
     outer_table: torch.Tensor
 
     def block_scales(self) -> torch.Tensor:
-        _, _, per_scale, offset = self.settings
+        _, _, per_scale, offset, *_ = self.settings
         values = self.outer_table[self.scales.int()]
         scales: torch.Tensor = values * _each(self.outer_scales, per_scale, len(values)) + offset
         return scales

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from offload.errors import ConfigError
@@ -84,6 +85,20 @@ class QuantisedWeight(torch.Tensor):
                 out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             self.put_into(out)
         return out
+
+    def factor(self, dtype: torch.dtype, *, in_backward: bool) -> torch.Tensor:
+        """What is multiplied with something of this dtype, which is the weight's for all but weights of layers that
+        cast."""
+        return self.dequantize()
+
+    @property
+    def saved(self) -> torch.Tensor:
+        """What a state dict holds of it."""
+        return self
+
+    def as_parameter(self) -> nn.Parameter:
+        """What an ordinary model has for it."""
+        return nn.Parameter(self, requires_grad=False)
 
     def put_into(self, out: torch.Tensor) -> None:
         """Fill ``out``, of this shape and dtype, with the weight."""
@@ -180,12 +195,12 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(weight)
         ctx.has_bias = bias is not None
-        return F.linear(x, weight.dequantize(), bias)
+        return F.linear(x, weight.factor(x.dtype, in_backward=False), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         (weight,) = ctx.saved_tensors
-        of_x = gradient @ weight.dequantize() if ctx.needs_input_grad[0] else None
+        of_x = gradient @ weight.factor(gradient.dtype, in_backward=True) if ctx.needs_input_grad[0] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return of_x, None, of_bias
 

@@ -162,8 +162,9 @@ def packing_of(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Packin
     if any(kind.__name__ in _OF_BITSANDBYTES for kind in type(parameter).__mro__):
         raise ConfigError(
             f"parameter {name} is quantised by bitsandbytes ({type(parameter).__name__}), which keeps a part of its "
-            "values beside it: the engine cannot bring it in. Quantise the frozen base with torchao: "
-            "Int8WeightOnlyConfig, or to_nf4 for 4 bits."
+            "values beside it: the engine brings in weights of Linear4bit that are quantised already, by "
+            "model.to(device), without weights=. Or quantise the frozen base with torchao: Int8WeightOnlyConfig, or "
+            "to_nf4 for 4 bits."
         )
     value = parameter.detach()
     if type(value) is torch.Tensor:

@@ -154,7 +154,7 @@ def test_a_merge_that_replaces_it_is_said(tmp_path: Path) -> None:
 
 
 class Params4bit(nn.Parameter):
-    """As the class of ``bitsandbytes``, which is not installed."""
+    """Of the name that ``bitsandbytes`` has, outside of its layers."""
 
 
 def refused(change: Any, **options: Any) -> str:
