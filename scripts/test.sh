@@ -18,7 +18,7 @@ OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest --collect-only --quiet "$@" >/dev
 # Each has one thread of torch, and those of tests that ask for more wait without spinning.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 failed=0
-"$venv/bin/python" -m pytest --numprocesses 6 --dist worksteal "$@" || failed=$?
+"$venv/bin/python" -m pytest --numprocesses 4 --dist worksteal "$@" || failed=$?
 wait "$mypy" || failed=$?
 cat "$types"
 exit "$failed"
