@@ -10,10 +10,15 @@ import _signal  # type: ignore[import-not-found]
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from threading import current_thread, main_thread
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 _Handler = Callable[[int, FrameType | None], Any]
 
 _SIGNALS = [
@@ -45,6 +50,28 @@ def held_back() -> Iterator[None]:
             _put_back(list(handlers.items()))
         finally:
             _handle([(handlers[number], number, frame) for number, frame in came.items()])
+
+
+def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+    """Have handlers of the program's own run before or after a call, and not in it: one that looks into the model (to
+    save it, to log) would find the engine in the middle of its work. Ctrl-C, whose handler looks at nothing, comes at
+    once unless there are such handlers."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        for number in _SIGNALS:
+            if _signal.getsignal(number) not in _OF_PYTHON:
+                with held_back():
+                    return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+_OF_PYTHON = (signal.default_int_handler, int(signal.SIG_DFL), int(signal.SIG_IGN), None)
+"""Handlers that look at nothing."""
 
 
 def _put_back(handlers: list[tuple[int, _Handler]]) -> None:

@@ -115,6 +115,8 @@ os.register_at_fork(after_in_child=_fail_in_child)
 class _OfThread(threading.local):
     stepping = ""
     """Name of the optimizer whose own step this thread runs, over one parameter; empty if it runs none."""
+    updates = False
+    """It is the engine's own, which makes the updates that others wait for."""
 
 
 of_thread = _OfThread()
@@ -137,6 +139,16 @@ def refuse_within_step() -> None:
         raise ConfigError(
             f"optimizer {of_thread.stepping} cannot run one parameter at a time: its step looks at a parameter of the "
             "model beside the one that it is given"
+        )
+
+
+def refuse_finalizer(lock: Lock | None = None) -> None:
+    """Raise ``OffloadError`` if this thread makes the updates, or has ``lock``. Python runs finalizers and tracers in
+    whatever thread they concern: one that looks at a weight there would wait for itself."""
+    if of_thread.updates or (lock is not None and lock._is_held):
+        raise OffloadError(
+            "a finalizer (__del__, a callback of gc or weakref) or a tracer has asked for a weight, a gradient or a "
+            "state in the middle of the engine's own work on them: have it put that on a queue for the training loop"
         )
 
 

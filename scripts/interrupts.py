@@ -497,7 +497,7 @@ def main() -> int:
     )
     parser.add_argument("--library", action="store_true", help="also in the parts of the standard library that we call")
     parser.add_argument("--together", type=int, default=20, help="interrupts in one run, where it takes several")
-    parser.add_argument("--deadline", type=float, default=8.0, help="seconds after which a run hangs")
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds after which a run hangs")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap stores")
     options = parser.parse_args()
     if not hasattr(bandwidth, "_SECONDS"):

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -162,17 +163,21 @@ class Attributes:
     def hashes(self) -> dict[int, int]:
         """Hashes of the bytes of all tensors that modules and objects have, but for statistics, by the tensors' ids. A
         write through ``.data`` shows there alone."""
-        holders = [*self._known.values(), *(known for _, known in self._objects.values()), self._outside]
-        tensors = {id(value): value for known in holders for value in known.values if isinstance(value, torch.Tensor)}
+        tensors = {
+            id(value): value for known in self._holders() for value in known.values if isinstance(value, torch.Tensor)
+        }
         statistics = {id(buffer) for module in self._statistics for buffer in _buffers(module)}
         return {
             key: bytes_hash(tensor) for key, tensor in tensors.items() if key not in statistics and has_bytes(tensor)
         }
 
     def everything(self) -> Iterator[Any]:
-        """All that modules and objects have."""
-        for known in [*self._known.values(), *(known for _, known in self._objects.values())]:
+        """All that modules and objects have, and what functions find outside of them."""
+        for known in self._holders():
             yield from known.values
+
+    def _holders(self) -> Iterator[Known]:
+        return chain(self._known.values(), (known for _, known in self._objects.values()), [self._outside])
 
     def _candidates(self, units: Iterable[UnitInModel]) -> Iterator[nn.Module]:
         yield from self._around
@@ -209,6 +214,8 @@ class Attributes:
                     known.marks.append(len(value))
             elif name not in _DERIVED:
                 known.add(value)
+        for name in slots_of(type(module)):
+            known.add(getattr(module, name, MISSING))
         buffers = _buffers(module)
         known.values += buffers
         if module not in self._statistics:

@@ -12,6 +12,7 @@ from torch import nn
 
 from offload.access import ExternalAccess, Zeroing
 from offload.elements import Elements, source_of
+from offload.interrupts import undisturbed
 from offload.memory import tensor_at
 from offload.model.aliases import Alias, Aliases
 from offload.model.distributed_handle import DistributedGradientHandle
@@ -54,11 +55,13 @@ class ParameterBacking:
         module, name = self._spec.owners[0]
         return module._parameters.get(name)
 
+    @undisturbed
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""
         self._aliases.take(self._unit.index)
         return self.read_weight()
 
+    @undisturbed
     def read_weight(self) -> torch.Tensor:
         """The same, with no regard to aliases."""
         shape = self._spec.whole_shape
@@ -86,6 +89,7 @@ class ParameterBacking:
             self._aliases.follow(self._unit.index, self, alias)
         return fits
 
+    @undisturbed
     def point_to(self, memory: Alias | None, value: torch.Tensor) -> None:
         """``parameter.data`` was made a tensor of this value, over this memory; None: over none of the user's own."""
         change("writes to weights")
@@ -94,6 +98,7 @@ class ParameterBacking:
         if memory is not None and memory.fits(self._access.layout.dtype, self._access.device):
             self._aliases.assigned(self._unit.index, self, memory)
 
+    @undisturbed
     def read_master(self) -> torch.Tensor:
         """A copy of the fp32 master."""
         access, spec = self._access, self._spec
@@ -105,6 +110,7 @@ class ParameterBacking:
             value = access.joined("the master", value, spec)
         return spec.beside(value.view(spec.whole_shape))
 
+    @undisturbed
     def write_master(self, value: torch.Tensor) -> None:
         """Set the fp32 master, and the weight to what it is rounded to."""
         change("writes to weights")
@@ -156,6 +162,7 @@ class ParameterBacking:
             self._gradient_handle = self.gradient_handle(backing, self._spec.model_shape)
         return self._gradient_handle
 
+    @undisturbed
     def write_gradient(self, value: torch.Tensor) -> None:
         """Make this the gradient, where there is none."""
         self._access.write_gradient(self._unit, self._spec, value)
@@ -169,6 +176,7 @@ class ParameterBacking:
         """One for the coming step has come to where it is stored."""
         return self._spec in self._access.gradients.of(self._unit)
 
+    @undisturbed
     def zero_gradient(self) -> None:
         """The gradient for the coming step is zeros."""
         access, unit = self._access, self._unit
@@ -177,6 +185,7 @@ class ParameterBacking:
             access.levels.host.fence.wait(unit)
             access.gradients.zero(unit, self._spec)
 
+    @undisturbed
     def drop_gradient(self) -> None:
         """There is no gradient. Who holds the one that there was keeps it."""
         access, unit, spec = self._access, self._unit, self._spec
@@ -195,6 +204,7 @@ class ParameterBacking:
         if held is not None and self._spec.whole is None:
             held.take_out()
 
+    @undisturbed
     def gradient_backing(self, *, wait: bool = True) -> PlainGradientBacking | None:
         """Return what a handle on the gradient needs, if there is a gradient. Who does not ``wait`` sees what has come
         so far."""
@@ -218,6 +228,7 @@ class ParameterBacking:
         return kind(backing, meta, self._access.device)
 
 
+@undisturbed
 def write_together(changes: Sequence[tuple[ParameterBacking, torch.Tensor]]) -> None:
     """Set the values of several parameters of one engine, each as by its own ``write``. Their units are stored once."""
     change("writes to weights")

@@ -91,6 +91,7 @@ class State:
                         self._know(value, copied=True)
                 elif type(value).__module__.split(".")[0] != "offload":
                     self._look_into(value, num_levels=_LEVELS, copied=True)
+            self._know_slots(each, _LEVELS + 1, copied=True, items_max=_OBJECTS_MAX)
             for parameter in each.parameters(recurse=False):
                 self._known[id(vars(parameter))] = vars(parameter), _copied(vars(parameter))
         for argument in arguments:
@@ -210,10 +211,8 @@ class State:
         if is_deep and is_of_others(value):
             return
         content = getattr(value, "__dict__", None) if is_object else value
-        for slot in slots_of(type(value)) if is_object else ():
-            variable = partial(getattr, value, slot, MISSING), partial(_put_slot, value, slot)
-            self._know_variable(variable)
-            self._look_into(variable[0](), num_levels - 1, copied=copied, items_max=items_max)
+        if is_object:
+            self._know_slots(value, num_levels, copied=copied, items_max=items_max)
         if content is None or len(content) > items_max:
             return
         if not isinstance(content, tuple):
@@ -224,6 +223,13 @@ class State:
                 self._outside.add(id(content))
         for item in list(dict.values(content) if isinstance(content, dict) else content):
             self._look_into(item, num_levels - is_object, copied=copied, items_max=items_max)
+
+    def _know_slots(self, value: Any, num_levels: int, *, copied: bool, items_max: int) -> None:
+        """Slots of an object, and of what stands in them."""
+        for slot in slots_of(type(value)):
+            variable = partial(getattr, value, slot, MISSING), partial(_put_slot, value, slot)
+            self._know_variable(variable)
+            self._look_into(variable[0](), num_levels - 1, copied=copied, items_max=items_max)
 
     def _know_module(self, module: nn.Module) -> None:
         """A module elsewhere, such as the one around: its own attributes and buffers."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.access import ExternalAccess, Zeroing
+from offload.interrupts import undisturbed
 from offload.memory import available_bytes
 from offload.model.gradient_handle import is_power_of_two
 from offload.model.under_way import touch
@@ -41,6 +42,7 @@ class PlainGradientBacking:
         """The gradient can be read: no step has used it, or it is stored in memory."""
         return self._own is not None or self._access.gradients.is_kept(self._unit, self.spec)
 
+    @undisturbed
     def take_out(self) -> None:
         """Take the gradient into memory of its own, if there is room: another one will be stored in its place."""
         if self._access.gradients.find(self._unit, self.spec) is None:
@@ -49,6 +51,7 @@ class PlainGradientBacking:
             with contextlib.suppress(OffloadError):  # a step has used it, and it is not in memory
                 self._own = self.read().to(self._access.device)
 
+    @undisturbed
     def own_tensor(self) -> torch.Tensor:
         """The gradient as a tensor that parameters can have in common, of which this one is one as long as it has the
         gradient."""
@@ -61,6 +64,7 @@ class PlainGradientBacking:
             self._access.own_gradients.adopt(self._unit, self.spec, value)
         return self._own
 
+    @undisturbed
     def read(self) -> torch.Tensor:
         if self._own is not None:
             return self._own.clone()
@@ -70,6 +74,7 @@ class PlainGradientBacking:
             value = self._access.joined("the gradient", own, self.spec).view(self.spec.whole_shape)
         return self.spec.beside(value.to(self._access.layout.dtype))
 
+    @undisturbed
     def write(self, value: torch.Tensor) -> None:
         if self._own is not None:
             self._own.copy_(value)
@@ -78,6 +83,7 @@ class PlainGradientBacking:
         self._known()
         self._access.write_gradient(self._unit, self.spec, value)
 
+    @undisturbed
     def begin_anew(self, value: torch.Tensor) -> bool:
         """Take what a backward adds to a gradient that a step has used: it is the first of a new sum, as elsewhere.
         False: no step has used it."""
@@ -91,6 +97,7 @@ class PlainGradientBacking:
 
     # What clip_grad_norm_ and zero_grad ask of each gradient, without bringing it in.
 
+    @undisturbed
     def zero(self) -> None:
         """Make it zeros."""
         if self._own is not None:
@@ -102,10 +109,12 @@ class PlainGradientBacking:
             self._access.changing([self._unit])
             self._access.gradients.zero(self._unit, self.spec)
 
+    @undisturbed
     def norm(self) -> float:
         """Its 2-norm, from the sum that was added up while it came."""
         return float(self._known().ask() ** 0.5) if self._own is None else float(self._own.norm())
 
+    @undisturbed
     def is_finite(self) -> bool:
         """No element is infinite or NaN."""
         return math.isfinite(self._known().norm_squared if self._own is None else float(self._own.norm()))
@@ -122,6 +131,7 @@ class PlainGradientBacking:
         is_exact = is_power_of_two(before) or is_power_of_two(factor)
         return is_exact and all(1 / _LARGEST <= abs(each) <= _LARGEST for each in (before, factor, before * factor))
 
+    @undisturbed
     def multiply(self, factor: float) -> None:
         """Multiply it, when the update reads it. A speculative update with another factor does not pass the verdict."""
         if self._own is None:

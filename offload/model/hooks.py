@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from offload.errors import ConfigError
+from offload.interrupts import undisturbed
 from offload.model.habits import TOGETHER
 from offload.model.handle import Handle
 from offload.model.hook_context import HookContext, two_threads
@@ -33,6 +34,7 @@ from offload.torch_internals import (
     in_module_call,
     map_leaves,
     next_sequence_number,
+    num_calls_of,
     num_listening_modes,
     num_references,
     unseen,
@@ -85,6 +87,7 @@ class Hooks:
             unit.around = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
             self.installed.in_model(unit, parameters, self)
 
+    @undisturbed
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
         for entry in self.context.end(task):
@@ -122,8 +125,7 @@ class Hooks:
         self.close_backward()
         for unit in list(self._in_use):
             if unit.forward_depth or unit in self.context.in_forward:
-                unit.forward_depth = 0
-                self._leave_forward(unit)
+                self._end_left(unit)
             while unit.num_holds:
                 self.let_go(unit)
 
@@ -189,9 +191,14 @@ class Hooks:
 
     # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 
+    @undisturbed
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
+        if unit.forward_depth and self._was_left(unit, module):
+            self._end_left(unit)
         if unit.forward_depth == 0:
             self._begin_forward(unit)
+            if not torch.compiler.is_compiling() and unit.call is not None:
+                unit.call.opened_by = module
         elif self._is_of_another_thread(unit):
             raise two_threads()
         if unit.in_graph:
@@ -200,6 +207,7 @@ class Hooks:
         if unit.recomputes and not torch.compiler.is_compiling():
             unit.called = module
 
+    @undisturbed
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
         if unit.in_graph:
             return output
@@ -213,6 +221,18 @@ class Hooks:
         """The call under way is."""
         call = unit.call
         return not torch.compiler.is_compiling() and call is not None and call.thread != get_ident()
+
+    def _was_left(self, unit: UnitInModel, module: nn.Module) -> bool:
+        """The call under way is over: an interrupt has ended it, after which torch calls no hook. One that begins as
+        that one did, and not within it, tells."""
+        call = unit.call
+        if torch.compiler.is_compiling() or call is None or call.opened_by is not module:
+            return False
+        return call.thread == get_ident() and num_calls_of(module) < 2
+
+    def _end_left(self, unit: UnitInModel) -> None:
+        unit.forward_depth = 0
+        self._leave_forward(unit)
 
     def _enter_forward(self, unit: UnitInModel) -> None:
         """The outermost call of the unit's modules begins. Modes around it do not see what is done here: one of a
@@ -236,6 +256,8 @@ class Hooks:
         try:
             if is_eager and thread != context.thread:
                 self._enter(forward=True)
+            if unit in context.in_forward:  # an interrupt came between its call's end, or beginning, and the count
+                self._end_left(unit)
             if not unit.in_backward:
                 self._begin_use(unit)
             self._serial += 1
@@ -368,6 +390,7 @@ class Hooks:
         finally:
             self.let_go(call.unit)
 
+    @undisturbed
     def hold(self, unit: UnitInModel) -> None:
         """Have the unit in use between calls, too, until ``let_go``, or until what ends all uses."""
         self._enter(forward=True)
@@ -375,6 +398,7 @@ class Hooks:
         unit.num_holds += 1
         unit.show_parameters()
 
+    @undisturbed
     def let_go(self, unit: UnitInModel) -> None:
         """End the last hold of the unit, if there is one."""
         if unit.num_holds:
@@ -383,6 +407,7 @@ class Hooks:
                 unit.show_handles()
             self._end_use(unit)
 
+    @undisturbed
     def _reach(self, call: Call, *, may_stay: bool = False) -> None:
         """The backward that this thread is in has come to the call. ``may_stay``: see ``needed``."""
         if torch.is_grad_enabled():
@@ -433,6 +458,7 @@ class Hooks:
         else:
             self._end_backward(unit)
 
+    @undisturbed
     def take_gradient(self, unit: UnitInModel, spec: ParameterSpec, parameter: torch.Tensor) -> None:
         """See ``TakesGradients``."""
         context, finds = self.context, self.finds(unit)

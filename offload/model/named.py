@@ -54,12 +54,16 @@ def variables_of(function: Any) -> Iterator[Variable]:
 
 
 def _through(module: Any, code: CodeType, levels: int = 3) -> Iterator[Variable]:
-    """Variables of a module of Python's that code names, as ``module.variable``."""
-    if not isinstance(module, ModuleType) or is_of_library(module) or not levels:
+    """Variables of a module of Python's that code names, as ``module.variable``. Of a library's: functions of the
+    program's, which it has put there."""
+    if not isinstance(module, ModuleType) or not levels:
         return
     for name in _attributes_in(code) & vars(module).keys():
-        yield partial(vars(module).get, name, MISSING), partial(setattr, module, name)
-        yield from _through(vars(module)[name], code, levels - 1)
+        value = vars(module)[name]
+        is_put_there = isinstance(value, (*FUNCTIONS, partial)) and not is_of_library(value)
+        if is_put_there or not is_of_library(module):
+            yield partial(vars(module).get, name, MISSING), partial(setattr, module, name)
+        yield from _through(value, code, levels - 1)
 
 
 def variables_from(functions: Iterable[Any]) -> list[Variable]:
@@ -140,7 +144,7 @@ def is_of_others(item: Any) -> bool:
 
 def may_change(value: Any) -> bool:
     """A value that a variable is looked at for."""
-    if isinstance(value, nn.Module) or type(value) is torch.Tensor:
+    if isinstance(value, (nn.Module, torch.Generator)) or type(value) is torch.Tensor:
         return True
     return value is not MISSING and not isinstance(value, _FIXED) and not is_of_others(value)
 

@@ -29,7 +29,18 @@ _is_trained = attrgetter("requires_grad")
 class Call:
     """An outermost call of a unit's modules, by a thread, in a ``HookContext``."""
 
-    __slots__ = ("context", "end", "has_saved", "hooks", "num_references", "sequence", "start", "thread", "unit")
+    __slots__ = (
+        "context",
+        "end",
+        "has_saved",
+        "hooks",
+        "num_references",
+        "opened_by",
+        "sequence",
+        "start",
+        "thread",
+        "unit",
+    )
 
     def __init__(self, unit: UnitInModel, context: object, thread: int, start: int, sequence: int) -> None:
         self.unit = unit
@@ -41,6 +52,8 @@ class Call:
         """The same of its end, once it is over."""
         self.sequence = sequence
         """Autograd's number of the first node that it may have made."""
+        self.opened_by: nn.Module | None = None
+        """The module that was called; None where a compiler has its hooks."""
         self.hooks: tuple[SavedTensorsHooks, SavedTensorsHooks | None] | None = None
         """The hooks of saved tensors that were put in force with its beginning, and those below them."""
         self.has_saved = False

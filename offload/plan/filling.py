@@ -54,14 +54,15 @@ class Placement:
 
     def keep_large_units(self) -> None:
         """Keep the units in RAM that make every buffer so large that without them all of it takes less memory."""
-        records = self._records
+        records, least = self._records, self.total_bytes
         for size in sorted({unit.numel for unit in records.units}, reverse=True):
-            before, resident = self.total_bytes, self.resident.copy()
+            resident = self.resident.copy()
             for kind in (records.weights, records.grads):
                 self.resident[kind] |= records.numel == size
-            if self.total_bytes >= before:
+            if (total_bytes := self.total_bytes) >= least:
                 self.resident = resident
                 return
+            least = total_bytes
 
     def filled(self, host_bytes: int, *, by_unit: bool, speculative: bool, gradients_first: bool) -> Placement:
         """The same, filled."""

@@ -108,7 +108,8 @@ def weights_of_layers(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, n
     found: dict[int, nn.Parameter] = {}
     weights = {}
     for module in model.modules():
-        weight: Any = module._parameters.get("weight")
+        own = dict(module.named_parameters(recurse=False))  # a scripted module's ``_parameters`` are no dict
+        weight: Any = own.get("weight")
         if weight is not None and is_in_4bit(weight) and isinstance(module, sys.modules["bitsandbytes"].nn.Linear4bit):
             if getattr(weight.quant_state, "packing_format_for_cpu", False):
                 module.state_dict()  # which gives up the layout for inference

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from offload.report.meter import Meter
 from offload.units import UnitSpec
-from offload.waiting import Failure, Monitor, of_thread, refuse_within_step
+from offload.waiting import Failure, Monitor, of_thread, refuse_finalizer, refuse_within_step
 
 
 class UpdateFence:
@@ -58,6 +58,7 @@ class UpdateFence:
             refuse_within_step()
         if unit.index not in self.pending:
             return
+        refuse_finalizer(self._monitor)
         with self._monitor:
             self.wait_held(unit)
 
@@ -67,6 +68,7 @@ class UpdateFence:
             refuse_within_step()
         if unit.index not in self.pending:
             return
+        refuse_finalizer()
         token = object()
         with self._meter.stall("update"):
             try:

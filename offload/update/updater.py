@@ -24,7 +24,7 @@ from offload.update.pipeline import Pipeline, Task
 from offload.update.speculative import SpeculativeUpdates
 from offload.update.step import UnitUpdate
 from offload.update.together import Together, can_take
-from offload.waiting import Failure, Job, Worker
+from offload.waiting import Failure, Job, Worker, of_thread
 
 
 @dataclass(eq=False)
@@ -153,6 +153,7 @@ class Updater:
         self._guarded(lambda: self.pipeline.run(tasks))
 
     def _guarded(self, call: Callable[[], None]) -> None:
+        of_thread.updates = True
         try:
             self.failure.check()
             call()

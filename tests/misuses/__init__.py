@@ -60,6 +60,10 @@ _FILES = (
     "rows_of_experts",
     "layers_of_today",
     "loops_of_today",
+    "odd_hours",
+    "patched",
+    "other_learning",
+    "own_steps",
 )
 
 FAMILIES: list[Family] = [import_module(f"misuses.{file}").family for file in _FILES]

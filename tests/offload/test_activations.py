@@ -504,6 +504,39 @@ def test_a_second_run_leaves_classes_tensors_and_modules_of_python_that_a_forwar
     assert found[0][1:] == found[1][1:] == (8, 8, 8, 8)
 
 
+DRAWS = torch.Generator()
+
+
+class Drawing(Odd):
+    """It draws from a generator that is a global, through a function of torch's that the program has replaced, and
+    counts in a slot."""
+
+    __slots__ = ("calls",)
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        noise = torch.rand((), generator=DRAWS) + nn.functional.celu(torch.ones(()))
+        return super().forward(*args, **kwargs) * (1 + 0.1 * noise + 0.1 * self.calls)
+
+
+def test_a_second_run_finds_generators_of_globals_and_slots_as_the_first_one_did(monkeypatch: pytest.MonkeyPatch):
+    own = torch.Generator()
+    monkeypatch.setattr(nn.functional, "celu", lambda x: x * torch.rand(x.shape, generator=own))
+    found = []
+    for options in ({}, {"activations": "recompute"}):
+        DRAWS.manual_seed(1)
+        own.manual_seed(2)
+        torch.manual_seed(0)
+        random.seed(0)
+        model = OddModel()
+        model.blocks = nn.ModuleList(Drawing(128) for _ in range(4))
+        with OffloadEngine(model, lr=1e-2, **options) as engine:
+            trained = train(engine, 2)
+            found.append((trained, DRAWS.get_state().tolist(), own.get_state().tolist(), model.blocks[0].calls))
+    assert same(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+
+
 def test_a_large_tensor_outside_of_modules_that_a_forward_writes_to_is_an_error():
     large = torch.zeros(1 << 19)
 

@@ -37,16 +37,16 @@ def test_a_step_that_is_interrupted_at_some_line_leaves_the_same_bits_or_raises_
 
 
 @pytest.mark.parametrize(
-    ("planted", "words", "count"),
+    ("planted", "words", "count", "deadline"),
     [
-        ("pass", "other losses from step", 6),
-        ("time.sleep(100)", "not over after 4 s: rank 0 in recover (<string>:7)", 1),
-        ("raise KeyError(step)", "KeyError: ", 1),
+        ("pass", "other losses from step", 6, "60"),
+        ("time.sleep(100)", "not over after 4 s: rank 0 in recover (<string>:7)", 1, "4"),
+        ("raise KeyError(step)", "KeyError: ", 1, "60"),
     ],
     ids=["gradients are kept", "a hang", "another error"],
 )
-def test_the_campaign_finds_a_mistake(planted: str, words: str, count: int):
-    options = ["--seed", "11", "--variant", "ram", "--deadline", "4", "--trials", str(count), "--together", str(count)]
-    found = forked.run(PLANTED.format(planted), *options)
+def test_the_campaign_finds_a_mistake(planted: str, words: str, count: int, deadline: str):
+    options = ["--seed", "11", "--variant", "ram", "--deadline", deadline]
+    found = forked.run(PLANTED.format(planted), *options, "--trials", count, "--together", count)
     assert found.returncode == 1, found.stdout + found.stderr
     assert words in found.stdout

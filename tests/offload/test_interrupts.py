@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload.interrupts
 from offload import OffloadEngine
-from offload.interrupts import held_back
+from offload.interrupts import held_back, undisturbed
 from offload.model.handle import Handle
 from offload.torch_internals import top_saved_tensors_hooks
 from offload.waiting import Job
@@ -273,3 +273,43 @@ def test_what_ctrl_c_leaves_of_a_forward_is_put_back_by_the_next_call(part: str)
             assert [name for name, p in engine.module.named_parameters() if isinstance(p, Handle)] == names
 
         assert at_every_point(part, run) > 50
+
+
+@pytest.mark.parametrize("part", ["torch/nn/modules/linear.py", "offload/model/hooks.py"])
+def test_after_a_forward_that_ctrl_c_ended_the_next_one_has_all_gradients(part: str):
+    """Torch calls no hook after it. So the unit's next call was taken for one within that one, and had no gradient."""
+    tokens, targets = batches(1)[0]
+    with OffloadEngine(Tiny(16, 1), **OPTIONS) as engine:
+
+        def gradients() -> list[torch.Tensor | None]:
+            loss_of(engine(tokens), targets).backward()
+            found = [p.grad if p.grad is None else p.grad.clone() for p in engine.module.parameters()]
+            engine.optimizer.zero_grad()
+            return found
+
+        expected = gradients()
+
+        def run(interrupted) -> None:
+            interrupted(lambda: engine(tokens))
+            for now, before in zip(gradients(), expected, strict=True):
+                assert now is not None and torch.equal(now, before)
+
+        assert at_every_point(part, run) > 2
+
+
+def test_a_handler_that_looks_into_the_model_runs_between_the_engines_calls():
+    """It ran in their middle, and found the engine's locks taken and its places half changed."""
+    seen = []
+
+    @undisturbed
+    def call() -> str:
+        signal.raise_signal(signal.SIGUSR1)
+        seen.append("call")
+        return "result"
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append("handler"))
+    try:
+        assert call() == "result"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == ["call", "handler"]

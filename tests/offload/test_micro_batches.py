@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from offload import OffloadEngine, OffloadError
 from offload.model.body import Body
+from offload.model.interleave import MicroBatches
 from offload.testing.simulated import SimulatedDevice
 
 OPTIONS = {"lr": 1e-2, "tile_bytes": 65536}
@@ -804,12 +804,19 @@ def test_an_interrupt_ends_all(engine: OffloadEngine):
     check_that_it_trains(engine)
 
 
-def test_a_second_interrupt_is_not_held_up_by_what_computes(engine: OffloadEngine):
-    go_on = threading.Event()
+def test_a_second_interrupt_is_not_held_up_by_what_computes(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch):
+    interrupted, go_on, wait_for_end = threading.Event(), threading.Event(), MicroBatches._wait_for_end
+
+    def wait_again(group: MicroBatches) -> None:
+        if group._error is not None:
+            interrupted.set()
+        wait_for_end(group)
+
+    monkeypatch.setattr(MicroBatches, "_wait_for_end", wait_again)
 
     def run(micro_batch: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)
+        interrupted.wait(30)  # two signals at once are one
         os.kill(os.getpid(), signal.SIGINT)
         go_on.wait(30)
 

@@ -22,6 +22,8 @@ _SLICE = [
     *("truncated_by_deque_over_the_tiers", "byol_with_buffers_together", "kronecker_factors_recomputed"),
     *("rows_detached_once", "today_counted_in_class_mixed", "today_global_written_mixed"),
     *("pruning_grows_together", "states_exchanged_torch", "step_in_autocast", "flushed_in_forward_recomputed"),
+    *("signal_saves", "interrupted_forward_goes_on_mixed", "global_generator_together", "module_slots_mixed"),
+    "backward_replaced",
 ]
 
 

@@ -44,6 +44,24 @@ def first_error(heartbeat: Heartbeat) -> str:
     raise AssertionError("no error")
 
 
+def beat_quickly(heartbeats: list[Heartbeat]) -> list[Heartbeat]:
+    """Have them look often, however long a rank may be silent: under load it is for a while."""
+    for heartbeat in heartbeats:
+        heartbeat._interval_s = 0.02
+        heartbeat._wake.set()
+    return heartbeats
+
+
+def look_twice(heartbeat: Heartbeat) -> None:
+    """Until it has looked at the others from beginning to end."""
+    deadline = time.monotonic() + 20
+    for _ in range(2):
+        before = heartbeat._beat_at
+        while heartbeat._beat_at == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
 def test_a_store_that_hangs_is_noticed_by_who_waits():
     store = Stuck()
     heartbeat = Heartbeat(0, 2, store, 1.0, Failure())
@@ -113,9 +131,9 @@ def test_the_error_of_one_is_that_of_all(ranks: Callable[..., list[Heartbeat]], 
 def test_a_rank_that_counts_on_is_waited_for_and_ranks_that_leave_in_peace_end_nobody(
     ranks: Callable[..., list[Heartbeat]],
 ):
-    own, other, _ = ranks(3, timeout_s=0.4)
+    own, other, _ = beat_quickly(ranks(3, timeout_s=100.0))
     other.leave(None)  # it waits for the others, not without end
-    time.sleep(0.2)
+    look_twice(own)
     own.check()
     assert not own.failure.is_known
 
@@ -229,20 +247,15 @@ class Waits:
 
 def test_a_rank_that_can_be_given_what_it_waits_for_calls_the_others(ranks: Callable[..., list[Heartbeat]]):
     given = [Waits(100.0, can_be_given=True), Waits(), Waits()]
-    for heartbeat, waits in zip(ranks(3, timeout_s=800.0), given, strict=True):
-        heartbeat._interval_s = 0.02
+    for heartbeat, waits in zip(beat_quickly(ranks(3, timeout_s=800.0)), given, strict=True):
         heartbeat.attach(waits)
-        heartbeat._wake.set()
     assert all(waits.given.wait(20) for waits in given[1:])
 
 
 def test_one_that_cannot_be_given_anything_asks_for_nothing(ranks: Callable[..., list[Heartbeat]]):
     given = [Waits(100.0), Waits()]
-    own, other = ranks(2, timeout_s=150.0)
-    for heartbeat, waits in zip((own, other), given, strict=True):
-        heartbeat._interval_s = 0.02
-        heartbeat.attach(waits)
-        heartbeat._wake.set()
+    own, other = beat_quickly(ranks(2, timeout_s=150.0))
+    own.attach(given[0]), other.attach(given[1])
     deadline = time.monotonic() + 20
     while other._num_calls < 2 and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -250,8 +263,8 @@ def test_one_that_cannot_be_given_anything_asks_for_nothing(ranks: Callable[...,
 
 
 def test_ranks_that_wait_for_each_other_end_with_the_place_of_each(ranks: Callable[..., list[Heartbeat]]):
-    own, other = ranks(2, timeout_s=0.8)
-    waits = Waits(1.0, 0.9), Waits(0.0, 0.5)
+    own, other = beat_quickly(ranks(2, timeout_s=80.0))
+    waits = Waits(100.0, 90.0), Waits(0.0, 50.0)
     own.attach(waits[0]), other.attach(waits[1])
     said = "the ranks wait for each other: rank 0 at step 3, rank 1 at train.py, line 7. One of these"
     for each in (own, other):
@@ -264,7 +277,7 @@ def test_one_that_waits_for_a_rank_which_may_go_on_says_so_once(
     said: list[str] = []
     log = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
     monkeypatch.setattr(heartbeat_module, "_log", log)  # whatever other tests have done to the logger
-    own, other = ranks(2, timeout_s=0.4)
+    own, other = beat_quickly(ranks(2, timeout_s=40.0))
     waits = Waits(), Waits(90.0, 90.0)
     other.attach(waits[0]), own.attach(waits[1])
     deadline = time.monotonic() + 20

@@ -53,7 +53,10 @@ def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "muon"])
-def test_the_engine_and_plain_pytorch_train_with_the_optimizer(optimizer: str, tmp_path: Path):
+def test_the_engine_and_plain_pytorch_train_with_the_optimizer(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    forked.fork_children(monkeypatch)
     request = {
         "shape": asdict(Shape.parse("2x64", 2, 16)), "optimizer": optimizer, "clipping": 1.0, "precision": "fp32",
         "device": "cpu", "device_memory": "auto", "io_backend": "auto", "host_memory": "1GiB",

@@ -45,7 +45,7 @@ from offload.tiers.weights.ranking import Ranking
 from offload.tiers.weights.routed_order import RoutedOrder
 from offload.tiers.weights.use_order import UseOrder
 from offload.units import UnitSpec
-from offload.waiting import Deadline, Failure, Monitor
+from offload.waiting import Deadline, Failure, Monitor, refuse_finalizer
 
 _SLICE_S = 0.1
 
@@ -108,11 +108,14 @@ class WeightCache(Generic[P]):
     def take(self, pin: Pin[P], *, training: bool = False) -> None:
         """See ``Pin.take``. The units that compute uses next are fetched."""
         entry, computing = pin.entry, pin.purpose is Purpose.COMPUTE
+        of_program = pin.purpose in (Purpose.COMPUTE, Purpose.LOOK)
+        if of_program:
+            refuse_finalizer(self.monitor)
         try:
             with self.monitor:
                 if computing:
                     self._learn(entry)
-                if self.fence.is_pending(entry.unit) and pin.purpose in (Purpose.COMPUTE, Purpose.LOOK):
+                if of_program and self.fence.is_pending(entry.unit):
                     self.fence.wait_held(entry.unit)
                 self._pin(pin)
                 if computing:
