@@ -131,6 +131,8 @@ class RecomputedForward:
         before, after = self.unit.around
         output = None
         before(module, ())
+        if self.unit.call is not None:
+            self.unit.call.opened_by = None  # torch does not call the module here, and its forward may
         try:
             for mark, now in zip(found, self.unit.own_writes.mark, strict=True):
                 for spec, one, other in zip(self.unit.watched, mark, now, strict=False):

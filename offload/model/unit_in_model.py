@@ -53,7 +53,7 @@ class Call:
         self.sequence = sequence
         """Autograd's number of the first node that it may have made."""
         self.opened_by: nn.Module | None = None
-        """The module that was called; None where a compiler has its hooks."""
+        """The module that torch calls; None where a compiler has its hooks, and in a second run."""
         self.hooks: tuple[SavedTensorsHooks, SavedTensorsHooks | None] | None = None
         """The hooks of saved tensors that were put in force with its beginning, and those below them."""
         self.has_saved = False

@@ -71,6 +71,23 @@ def test_an_mlp_in_tiles_has_the_values_and_gradients_of_the_whole_and_saves_no_
     assert torch.equal(block(x), expected)
 
 
+def test_a_recomputed_block_in_tiles_calls_itself_in_the_second_run_and_has_the_same_bits():
+    losses = []
+    for activations in ("keep", "recompute"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Block(16) for _ in range(3)])
+        for block in model:
+            in_tiles(block, rows=16)
+        x = torch.randn(2, 40, 16)
+        with OffloadEngine(model, lr=1e-2, activations=activations) as engine:
+            for _ in range(2):
+                loss = engine(x).square().sum()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+    assert losses[:2] == losses[2:]
+
+
 class Attention(nn.Module):
     """As those of transformers: four heads of queries, two of keys and values."""
 
