@@ -10,7 +10,7 @@ import _signal  # type: ignore[import-not-found]
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -59,19 +59,18 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or all(map(of_python, handlers())):
             return function(*args, **kwargs)
-        for number in _SIGNALS:
-            if _signal.getsignal(number) not in _OF_PYTHON:
-                with held_back():
-                    return function(*args, **kwargs)
-        return function(*args, **kwargs)
+        with held_back():
+            return function(*args, **kwargs)
 
     return call
 
 
-_OF_PYTHON = (signal.default_int_handler, int(signal.SIG_DFL), int(signal.SIG_IGN), None)
-"""Handlers that look at nothing."""
+of_python = (signal.default_int_handler, int(signal.SIG_DFL), int(signal.SIG_IGN), None).__contains__
+"""A handler looks at nothing."""
+handlers = partial(map, _signal.getsignal, _SIGNALS)
+"""The handlers of signals that are held back. Neither is a function of Python: each use of a unit asks four times."""
 
 
 def _put_back(handlers: list[tuple[int, _Handler]]) -> None:

@@ -191,23 +191,18 @@ class Hooks:
 
     # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 
-    @undisturbed
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
         if unit.forward_depth and self._was_left(unit, module):
             self._end_left(unit)
         if unit.forward_depth == 0:
-            self._begin_forward(unit)
-            if not torch.compiler.is_compiling() and unit.call is not None:
-                unit.call.opened_by = module
+            self._begin_forward(unit, None if torch.compiler.is_compiling() else module)
         elif self._is_of_another_thread(unit):
             raise two_threads()
-        if unit.in_graph:
-            return
-        unit.forward_depth += 1
-        if unit.recomputes and not torch.compiler.is_compiling():
+        elif not unit.in_graph:
+            unit.forward_depth += 1
+        if unit.recomputes and not unit.in_graph and not torch.compiler.is_compiling():
             unit.called = module
 
-    @undisturbed
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
         if unit.in_graph:
             return output
@@ -234,12 +229,13 @@ class Hooks:
         unit.forward_depth = 0
         self._leave_forward(unit)
 
-    def _enter_forward(self, unit: UnitInModel) -> None:
-        """The outermost call of the unit's modules begins. Modes around it do not see what is done here: one of a
-        checkpoint's policy would expect the same operations when the call is recomputed."""
+    def _enter_forward(self, unit: UnitInModel, module: nn.Module | None) -> None:
+        """The outermost call of the unit's modules begins, that of ``module`` if torch makes it. Modes around it do not
+        see what is done here: one of a checkpoint's policy would expect the same operations when the call is
+        recomputed."""
         if num_listening_modes():
             with unseen():
-                self._enter_forward(unit)
+                self._enter_forward(unit, module)
             return
         context, is_eager = self.context, not torch.compiler.is_compiling()
         if is_eager:
@@ -262,6 +258,7 @@ class Hooks:
                 self._begin_use(unit)
             self._serial += 1
             unit.call = call = Call(unit, context, thread, self._serial, next_sequence_number())
+            call.opened_by = module
             context.in_forward.append(unit)
         finally:
             context.entering.discard(thread)
@@ -271,6 +268,7 @@ class Hooks:
         unit.end_address = unit.begin_address + unit.nbytes
         if is_eager:
             unit.saved_tensors.begin(call)
+        unit.forward_depth = 0 if unit.in_graph else 1
 
     def _finish_forward(self, unit: UnitInModel, output: Any) -> Any:
         """It is over. Returns its output, without views of the weights."""
@@ -372,7 +370,7 @@ class Hooks:
         if not (call.unit.in_backward and call.context is context) and not call.runs_in(context):
             if graph_task() == -1:
                 return False
-            self._reach(call, may_stay=may_stay)
+            self._begin_backward(call, may_stay)
         return True
 
     def finds(self, unit: UnitInModel) -> bool:
@@ -407,8 +405,7 @@ class Hooks:
                 unit.show_handles()
             self._end_use(unit)
 
-    @undisturbed
-    def _reach(self, call: Call, *, may_stay: bool = False) -> None:
+    def _reach(self, call: Call, may_stay: bool = False) -> None:
         """The backward that this thread is in has come to the call. ``may_stay``: see ``needed``."""
         if torch.is_grad_enabled():
             raise ConfigError(
@@ -458,7 +455,6 @@ class Hooks:
         else:
             self._end_backward(unit)
 
-    @undisturbed
     def take_gradient(self, unit: UnitInModel, spec: ParameterSpec, parameter: torch.Tensor) -> None:
         """See ``TakesGradients``."""
         context, finds = self.context, self.finds(unit)
@@ -471,7 +467,7 @@ class Hooks:
                 gradient = spec.outer.part_of(gradient)
             call = None if finds or unit.in_backward else unit.call
             if call is not None and call.has_saved and call.context is context:
-                self._reach(call, may_stay=True)  # no weight was needed so far, and one will be
+                self._reach(call, True)  # no weight was needed so far, and one will be
         if gradient is not None:
             if context.outside is not unit:
                 self._end_outside()

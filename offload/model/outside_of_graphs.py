@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from offload.interrupts import handlers, of_python, undisturbed
 from offload.torch_internals import found
 
 _compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: False)
@@ -16,12 +17,16 @@ _compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_fr
 def outside_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """``function``, which ``torch.compile`` runs as it is, between two graphs; it says ``reason`` where it may not.
 
-    Where nothing compiles it is called at once: torch's wrapper takes five calls to find that out.
+    Where nothing compiles it is called at once: torch's wrapper takes five calls to find that out. Handlers of the
+    program's own run before or after it: see ``undisturbed``.
     """
-    outside = torch.compiler.disable(function, reason=reason)
+    whole = undisturbed(function)
+    outside = torch.compiler.disable(whole, reason=reason)
 
     def call(*arguments: Any) -> Any:
-        return function(*arguments) if _compiler() is None else outside(*arguments)
+        if _compiler() is not None:
+            return outside(*arguments)
+        return function(*arguments) if all(map(of_python, handlers())) else whole(*arguments)
 
     call.__qualname__ = getattr(function, "__qualname__", call.__qualname__)  # the compiler's message names it
     found(torch._dynamo.decorators, "skip")(call)
