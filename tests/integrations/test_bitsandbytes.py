@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from tiny import least_budget
 from torch import nn
 
-from offload import ConfigError, OffloadEngine
+from offload import BudgetError, ConfigError, OffloadEngine
+from offload.testing.simulated import SimulatedDevice
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 TOKENS = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -94,6 +95,18 @@ def test_layers_over_the_tiers_have_the_bits_of_those_in_memory(tmp_path: Path, 
     assert type(layer) is bitsandbytes.nn.Linear4bit and type(layer.weight) is type(plain[1][1].base.weight)
     assert layer.quant_state is layer.weight.quant_state
     assert train(model, nadam(model)) == train(plain, nadam(plain))
+
+
+def test_a_device_has_the_bits_of_the_cpu_in_the_least_memory_and_in_all(tmp_path: Path) -> None:
+    plain, model = make_model(), make_model()
+    losses = train(plain, nadam(plain))
+    with pytest.raises(BudgetError) as least:
+        OffloadEngine(model, optimizer=nadam(model), device=SimulatedDevice(), device_memory=1, nvme_path=tmp_path)
+    for device_memory in (least.value.needed_bytes, 1 << 26):
+        model = make_model()
+        options = {"device": SimulatedDevice(), "device_memory": device_memory, "nvme_path": tmp_path}
+        with OffloadEngine(model, optimizer=nadam(model), **options) as engine:
+            assert train(model, engine.optimizer) == losses
 
 
 def test_a_checkpoint_holds_the_codes_and_the_base_is_not_written_by_a_step(tmp_path: Path) -> None:

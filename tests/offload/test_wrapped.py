@@ -15,7 +15,8 @@ from tiny import least_budget
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from offload import ConfigError, OffloadEngine
+from offload import BudgetError, ConfigError, OffloadEngine
+from offload.testing.simulated import SimulatedDevice
 
 _PRESERVED = {
     torch.ops.aten.detach.default,
@@ -139,6 +140,18 @@ def test_a_model_over_the_tiers_has_the_bits_of_one_in_memory(tight, options) ->
     dense = make_model(wrap=False)
     train(dense, nadam(dense), 3)
     assert not torch.equal(model[0].weight, dense[0].weight)  # the class does the products
+
+
+def test_a_device_has_the_bits_of_the_cpu_in_the_least_memory_and_in_all(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError) as least:
+        OffloadEngine(make_model(), device=SimulatedDevice(), device_memory=1, nvme_path=tmp_path)
+    for device_memory in (least.value.needed_bytes, 1 << 26):
+        model = make_model()
+        options = {"device": SimulatedDevice(), "device_memory": device_memory, "nvme_path": tmp_path}
+        with OffloadEngine(model, optimizer=nadam(model), **options) as engine:
+            train(model, engine.optimizer, 3)
+            engine.unwrap()
+        assert_same(model, trained(3))
 
 
 def test_a_checkpoint_goes_on_and_files_have_ordinary_tensors(tight, tmp_path: Path) -> None:
