@@ -73,19 +73,10 @@ def address_of(tensor: torch.Tensor) -> int:
     """The address of the tensor's first element, or of that of the first ordinary one that it wraps; 0 if there is none
     to be seen."""
     try:
-        return tensor.data_ptr() if type(tensor) in ORDINARY else _first_of(tensor).data_ptr()
-    except (RuntimeError, NotImplementedError):  # a sparse tensor, a handle, or what a collective still brings
+        inner = tensor if type(tensor) in ORDINARY else innermost(tensor)
+        return inner.data_ptr() if type(inner) in ORDINARY else 0
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, or what a collective still brings
         return 0
-
-
-def _first_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The first ordinary tensor that one of another class wraps; an empty one if there is none to be seen."""
-    while type(tensor) not in ORDINARY:
-        flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is None:
-            return torch.empty(0)
-        tensor = getattr(tensor, flatten()[0][0])
-    return tensor
 
 
 class SavesTensors(Protocol):
