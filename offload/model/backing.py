@@ -22,6 +22,7 @@ from offload.model.handle import value_of
 from offload.model.under_way import change
 from offload.tiers.gradients.own import can_be_own
 from offload.units import ParameterSpec, Piece, UnitSpec, WeightInPieces
+from offload.units.wrapped import Wrapping
 
 
 class ParameterBacking:
@@ -48,6 +49,10 @@ class ParameterBacking:
 
     def __reduce__(self) -> Any:
         return OrderedDict, ()  # a parameter that is saved in its unit's forward is an ordinary one
+
+    def knows(self, name: str) -> bool:
+        """What the model sees around the stored tensor has the attribute or method."""
+        return isinstance(outer := self._spec.outer, Wrapping) and outer.knows(name)
 
     @property
     def in_model(self) -> nn.Parameter | None:

@@ -26,7 +26,7 @@ class WrappedHandle(Handle):
         return super().__torch_function__(func, types, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or not self._backing.knows(name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.value(), name)
 

@@ -24,6 +24,10 @@ class Wrapping:
         self.own_attributes = frozenset(vars(tensor))
         """Attributes that the tensor itself consists of."""
 
+    def knows(self, name: str) -> bool:
+        """Tensors of the class have the attribute or method."""
+        return name in self.own_attributes or hasattr(self.kind, name)
+
     def over(self, own: torch.Tensor) -> torch.Tensor:
         """A tensor of the class over ``own``, without a copy."""
         inner = {self._name: own}

@@ -199,6 +199,9 @@ def test_values_gradients_and_changes_are_those_of_the_plain_model(tight) -> Non
         assert not isinstance(plain[1][3].weight.grad, Coarse)
         assert all(torch.equal(p.grad * 1, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
         assert model[1][1].weight.step == 1 / 16
+        with pytest.MonkeyPatch.context() as patch:  # a question about another attribute reads no weight
+            patch.setattr(type(model[1][1].weight), "value", lambda handle: pytest.fail("read"))
+            assert not hasattr(model[1][1].weight, "use_muon")
         engine.unwrap()
     assert_same(model, plain)
 
