@@ -8,6 +8,7 @@ and tensor parallelism are no part of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -262,17 +263,15 @@ class _Case:
         room = self.room if room is None else room
         return plan_within(self.config, self.shards, self.choice, room, self.ranks, self.routing, _placements)
 
-    def shortage(self) -> Shortage:
-        """Find the budget that is too small: the first that still is when the others are not. Whether something fits
-        does not depend on how long its steps take: none is played."""
+    def shortage(self, refused: BudgetError) -> Shortage:
+        """Find the budget that is too small, which the plan was ``refused`` for: that of the device, or the first that
+        still is when the others are not. Whether something fits does not depend on how long its steps take: none is
+        played."""
         room = replace(self.room, drive=None)
-        any_host = replace(room, host_bytes=_PLENTY, nvme_bytes=_PLENTY, spare_bytes=_PLENTY)
+        if refused.budget == "device_memory":
+            return Shortage("device memory", refused.needed_bytes, room.compute.free_bytes)
         any_nvme = replace(room, nvme_bytes=_PLENTY if room.nvme_bytes else 0)
-        for kind, tried, given in (
-            ("device memory", any_host, room.compute.free_bytes),
-            ("host memory", any_nvme, room.host_bytes),
-            ("NVMe", room, room.nvme_bytes),
-        ):
+        for kind, tried, given in (("host memory", any_nvme, room.host_bytes), ("NVMe", room, room.nvme_bytes)):
             try:
                 self.plan(tried)
             except BudgetError as error:
@@ -291,8 +290,7 @@ def _placed(
     nvme = machine.nvme_bytes if machine.nvme is not None else 0
     if activations.written > nvme:
         return Shortage("NVMe", activations.written, nvme)
-    found = _planned(list(_cases(model, machine, workload, activations)))
-    return found.shortage() if isinstance(found, _Case) else found
+    return _planned(list(_cases(model, machine, workload, activations)))
 
 
 def _cases(model: Model, machine: Machine, workload: Workload, activations: ActivationBytes) -> Iterator[_Case]:
@@ -336,16 +334,17 @@ def _trained(
     return shards, _bundled(choose(numbers.config, shards, whole=kept), shards)
 
 
-def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | _Case:
-    """The first that needs no NVMe, else the last one; that alone if it does not fit, either."""
-    for case in cases:
-        try:
+def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | Shortage:
+    """The first that needs no NVMe, else the last one; what that lacks if it does not fit, either."""
+    for case in cases[:-1]:
+        with contextlib.suppress(BudgetError):
             plan = case.plan()
-        except BudgetError:
-            continue
-        if case is cases[-1] or not any(plan.nvme_bytes.values()):
-            return case, plan
-    return cases[-1]
+            if not any(plan.nvme_bytes.values()):
+                return case, plan
+    try:
+        return cases[-1], cases[-1].plan()
+    except BudgetError as refused:
+        return cases[-1].shortage(refused)
 
 
 class _Tiling:
