@@ -120,6 +120,7 @@ def main() -> int:
     if unknown := [name for name in options.parts if name not in names]:
         parser.error(f"no part {', '.join(unknown)}; parts: {', '.join(names)}")
     options.out.mkdir(parents=True, exist_ok=True)
+    sys.path.insert(0, str(_ROOT))  # what the report says of I/O, where the package is not installed
     for line in missing():
         print(f"missing: {line}", flush=True)
     with tempfile.TemporaryDirectory() as made:
