@@ -6,8 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import warnings
@@ -18,6 +16,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
 from tiny import Block, Tiny, batches, least_budget, loss_of
@@ -854,7 +853,7 @@ engine.step()
 os.environ["FAILS"] = "True"
 engine.together(torch.ones(2, 1, 1024), run)
 """
-    found = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
+    found = forked.run(program, tmp_path)
     assert found.returncode == 1
     assert "the model's own" in found.stderr
 
@@ -898,7 +897,7 @@ except KeyboardInterrupt:
     print("interrupted", flush=True)
     {end}
 """
-    found = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
+    found = forked.run(program, tmp_path)
     assert found.returncode == 0, found.stderr
     assert "interrupted" in found.stdout
 

@@ -1,4 +1,8 @@
-"""Pools of two and of four ranks, for all tests of a process."""
+"""Pools of two and of four ranks, for the tests of a file.
+
+Each group of gloo that a rank has had polls every 10 ms, and an engine that is refused leaves its group behind: ranks
+that live longer take more and more of a core, even while nobody calls them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,11 @@ def _pool(size: int) -> Iterator[Pool]:
     pool.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two() -> Iterator[Pool]:
     yield from _pool(2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four() -> Iterator[Pool]:
     yield from _pool(4)
