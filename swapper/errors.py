@@ -171,9 +171,7 @@ def of_limit(error: OSError) -> str | None:
     """What to do about a limit of this process that was met; None: it was none."""
     if error.errno == errno.EFBIG:
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return (
-            f"A file of this process can have {most:,} bytes, and memory is a file: raise the limit (ulimit -f)."
-        )
+        return f"A file of this process can have {most:,} bytes, and memory is a file: raise the limit (ulimit -f)."
     if error.errno in (errno.EMFILE, errno.ENFILE):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
