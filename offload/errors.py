@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import resource
 import sys
 import warnings
 from collections.abc import Iterator
 
-from swapper.errors import OffloadError, StorageFull, failed
+from swapper.errors import OffloadError, StorageFull, failed, of_limit
 
 OLDEST_TORCH = "2.8"
 """The oldest release of torch that has all that the engine stands on. ``pyproject.toml`` asks for it, too."""
@@ -93,23 +91,9 @@ def named(what: str) -> Iterator[None]:
 
 
 def _named(what: str, error: OSError) -> OffloadError:
-    if error.errno == errno.EFBIG:
-        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return OffloadError(
-            f"{what}: {error.strerror}: a file of this process can have {most:,} bytes, and memory is a file, too. "
-            "Raise the limit (ulimit -f)"
-        )
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return OffloadError(
-            f"{what}: no file descriptor is left ({error.strerror}; this process may have {most:,} open): raise the "
-            "limit (ulimit -n), or close what is open (ls -l /proc/self/fd shows it)"
-        )
-    if error.errno == errno.ENOMEM:
-        return OffloadError(
-            f"{what}: the system gives this process no more memory ({error.strerror}): free some, or raise the limit "
-            "(ulimit -v)"
-        )
+    limit = of_limit(error)
+    if limit is not None:
+        return OffloadError(f"{what}: {error.strerror}.", advice=limit)
     told = failed(what, error)
     told.survives = "What is stored is as it was: training can go on."
     if not isinstance(told, StorageFull):

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+import aio_ext
+from offload.errors import named
+
 _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14 and later. Older ones refuse it."""
 
@@ -64,7 +67,15 @@ def passing_tensor(nbytes: int) -> torch.Tensor:
     by the C library, in pieces: a hundred tensors that follow one another would take the memory of many."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    with named("memory for a tensor"):
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def private_memory(nbytes: int) -> aio_ext.Memory:
+    """Memory of this process, for transfers. Raises ``OffloadError`` where there is none."""
+    with named("memory for a transfer"):
+        return aio_ext.Memory(nbytes)
 
 
 def fault_in(address: int, nbytes: int, num_threads: int) -> None:

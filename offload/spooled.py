@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from offload.errors import named
 from offload.memory import trim_heap
 from swapper import Spool, let_go
 
@@ -24,7 +25,8 @@ class Spooled:
         """An ordinary tensor with the same value, whose memory the kernel may write out. Raises ``StorageFull``."""
         if self._spool is None or value.nbytes < _LEAST_BYTES:
             return value
-        memory = self._spool.memory(value.nbytes)
+        with named("memory for a copy"):
+            memory = self._spool.memory(value.nbytes)
         kept = torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
         kept.copy_(value)
         let_go(memory)

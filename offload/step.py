@@ -39,7 +39,7 @@ from offload.update.step import UnitUpdate
 from offload.update.updater import Updater
 from offload.update.verdict import Verdict
 from offload.uses import Uses
-from offload.waiting import FATAL, Failure
+from offload.waiting import FATAL, Failure, handing_over
 from swapper import OffloadError
 
 _HALF_A_STEP = (
@@ -272,22 +272,23 @@ class Step:
         increment_version([*map(verdict.parameters.__getitem__, verdict.stepping), *in_use])
         self.level.outdate(verdict.stepping_units)
         on_host = self.resident.update(step)
-        self.host.begin_updates([update.unit for update in on_host])
-        remaining = self.host.by_first_use(speculative.confirm(on_host), attrgetter("unit"))
-        stepping = frozenset(verdict.stepping)
-        for unit in verdict.stepping_units:
-            self.sink.use_up(unit, stepping)
-        self.passes.forget_gradients()
-        self.progress.global_step += 1
-        self.checkpoints.step_taken(step)
-        report = self.reporter.report(
-            self.growth.plan.memory, self.progress.global_step, grad_norm, self._scale, updates_wait=updates_wait
-        )
-        self.cores.end_step(self.reporter.working_seconds)
-        busy = self.reporter.disk_busy
-        if busy is not None and not updates_wait:
-            speculative.balance(*busy)
-        self.updater.start(remaining)
+        with handing_over():
+            self.host.begin_updates([update.unit for update in on_host])
+            remaining = self.host.by_first_use(speculative.confirm(on_host), attrgetter("unit"))
+            stepping = frozenset(verdict.stepping)
+            for unit in verdict.stepping_units:
+                self.sink.use_up(unit, stepping)
+            self.passes.forget_gradients()
+            self.progress.global_step += 1
+            self.checkpoints.step_taken(step)
+            report = self.reporter.report(
+                self.growth.plan.memory, self.progress.global_step, grad_norm, self._scale, updates_wait=updates_wait
+            )
+            self.cores.end_step(self.reporter.working_seconds)
+            busy = self.reporter.disk_busy
+            if busy is not None and not updates_wait:
+                speculative.balance(*busy)
+            self.updater.start(remaining)
         if verdict.rule.is_watched:
             self.updater.wait_for_step()
         self.activations.step_taken(report)

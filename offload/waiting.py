@@ -116,7 +116,7 @@ class _OfThread(threading.local):
     stepping = ""
     """Name of the optimizer whose own step this thread runs, over one parameter; empty if it runs none."""
     updates = False
-    """It is the engine's own, which makes the updates that others wait for."""
+    """It hands over a step's updates, or makes them: others wait for it."""
 
 
 of_thread = _OfThread()
@@ -133,6 +133,22 @@ def within_step_of(optimizer: str) -> Iterator[None]:
         of_thread.stepping = before
 
 
+@contextlib.contextmanager
+def handing_over() -> Iterator[None]:
+    """Updates that are awaited are not yet with the thread that makes them: this one may not wait for them
+    (``refuse_finalizer``)."""
+    of_thread.updates = True
+    try:
+        yield
+    finally:
+        of_thread.updates = False
+
+
+def make_updates() -> None:
+    """This thread makes the updates from now on (``refuse_finalizer``)."""
+    of_thread.updates = True
+
+
 def refuse_within_step() -> None:
     """Raise ``ConfigError`` if this thread takes the step of a user's optimizer."""
     if of_thread.stepping:
@@ -143,8 +159,8 @@ def refuse_within_step() -> None:
 
 
 def refuse_finalizer(lock: Lock | None = None) -> None:
-    """Raise ``OffloadError`` if this thread makes the updates, or has ``lock``. Python runs finalizers and tracers in
-    whatever thread they concern: one that looks at a weight there would wait for itself."""
+    """Raise ``OffloadError`` if this thread has updates to hand over or to make, or has ``lock``. Python runs
+    finalizers and tracers in whatever thread they concern: one that looks at a weight there would wait for itself."""
     if of_thread.updates or (lock is not None and lock._is_held):
         raise OffloadError(
             "a finalizer (__del__, a callback of gc or weakref) or a tracer has asked for a weight, a gradient or a "
@@ -244,7 +260,7 @@ class Worker:
         self._stopping = False
 
     def submit(self, call: Callable[[], None]) -> Job:
-        """Have ``call`` made after those before it. After ``stop`` it is not made. Raises ``RuntimeError`` where no
+        """Have ``call`` made after those before it. After ``stop`` it is not made. Raises ``OffloadError`` where no
         thread begins: the system gives none, or the program ends (Python 3.12)."""
         job = Job(call)
         if self._stopping:
@@ -254,7 +270,13 @@ class Worker:
             with held_back():
                 self._has_ended = Latch()
                 thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise OffloadError(
+                        f"thread {self._name}: {error}",
+                        advice="If the program does not end, raise a limit of this process (ulimit -u, ulimit -v).",
+                    ) from error
                 self._thread = thread  # that has begun: its end is waited for
         self._jobs.put(job)
         return job

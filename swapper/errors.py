@@ -8,6 +8,7 @@ A message ends with the command that prints the heading of its class in ``docs/t
 from __future__ import annotations
 
 import errno
+import resource
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """Numbers by which the system says that a file system or a quota is full."""
@@ -100,8 +101,8 @@ class StorageFull(StorageError):
     """The file system has no room for what must be reserved or written."""
 
     happened = (
-        "The file system or a quota has no room, at the start or (copy-on-write file systems) in the middle; "
-        "or a durable store has no free copy."
+        "The file system, a quota or a limit of this process has no room, at the start or (copy-on-write file systems) "
+        "in the middle; or a durable store has no free copy."
     )
     numbers = "the bytes needed and the bytes free, or the range that was written"
     survives = "At the start nothing is left behind; later, what is in memory and the last committed generation."
@@ -158,7 +159,30 @@ class WeightsChanged(StorageError):
 def failed(what: str, error: OSError) -> StorageError:
     """Turn what the system said of an operation into the error that the user gets."""
     kind = StorageFull if error.errno in NO_ROOM else StorageIOError
-    return kind(f"{what} failed: {error}.")
+    return kind(f"{what} failed: {error}.", advice=of_limit(error))
+
+
+def no_room(what: str, error: OSError) -> StorageFull:
+    """Turn what the system said when space was to be taken into the error that the user gets."""
+    return StorageFull(f"cannot reserve {what}: {error.strerror}.", advice=of_limit(error))
+
+
+def of_limit(error: OSError) -> str | None:
+    """What to do about a limit of this process that was met; None: it was none."""
+    if error.errno == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return f"A file of this process can have {most:,} bytes, and memory is a file: raise the limit (ulimit -f)."
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (
+            f"No file descriptor is left, and this process may have {most:,} open: raise the limit (ulimit -n), or "
+            "close what is open (ls -l /proc/self/fd shows it)."
+        )
+    if error.errno == errno.ENOMEM:
+        return "The system gives this process no more memory: free some, or raise the limit (ulimit -v)."
+    if error.errno == errno.EAGAIN:
+        return "The system gives this process no more threads: end some, or raise a limit (ulimit -u, ulimit -v)."
+    return None
 
 
 def unusable(what: str, error: OSError) -> StorageFull | StoreUnsafe:
@@ -166,7 +190,7 @@ def unusable(what: str, error: OSError) -> StorageFull | StoreUnsafe:
     is no room (a file system can also run out of names), or that the path is of no use."""
     if error.errno in NO_ROOM:
         return StorageFull(f"{what}: {error}.", survives="What was there is as it was.")
-    return StoreUnsafe(f"{what}: {error.strerror}.")
+    return StoreUnsafe(f"{what}: {error.strerror}.", advice=of_limit(error))
 
 
 def readable_bytes(nbytes: int) -> str:

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from swapper.errors import StorageFull, StoreUnsafe, failed, readable_bytes, unusable
+from swapper.errors import StorageFull, StoreUnsafe, failed, no_room, readable_bytes, unusable
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
@@ -92,7 +92,7 @@ def reserve(descriptor: int, nbytes: int, where: Path | str) -> None:
     try:
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
     except OSError as error:
-        raise StorageFull(f"cannot reserve {readable_bytes(nbytes)} in {where}: {error.strerror}.") from error
+        raise no_room(f"{readable_bytes(nbytes)} in {where}", error) from error
 
 
 def require_room(descriptor: int, needed: int, where: Path | str, advice: str) -> None:
@@ -137,7 +137,7 @@ def reserve_ranges(descriptor: int, ranges: Sequence[tuple[int, int]], reserved_
     free_bytes = available.f_bavail * available.f_frsize
     if needed > free_bytes:
         raise StorageFull(
-            f"{readable_bytes(needed)} more are needed, {readable_bytes(free_bytes)} are free.",
+            f"too little room: {readable_bytes(needed)} more are needed, {readable_bytes(free_bytes)} are free.",
             survives="Nothing has changed.",
             advice="Free some, give another path, or raise host_memory so that less goes there.",
         )
@@ -147,7 +147,7 @@ def reserve_ranges(descriptor: int, ranges: Sequence[tuple[int, int]], reserved_
         try:
             os.posix_fallocate(descriptor, offset, nbytes)
         except OSError as error:
-            raise StorageFull(f"cannot reserve {readable_bytes(nbytes)}: {error.strerror}.") from error
+            raise no_room(readable_bytes(nbytes), error) from error
 
 
 def give_back_ranges(descriptor: int, ranges: Sequence[tuple[int, int]]) -> None:

@@ -360,7 +360,7 @@ class Transfers(Reads):
         try:
             self.device.reserve(ranges)
         except StorageFull as error:
-            error.args = (f"{self.where} has too little room: {error.args[0]}",)
+            error.args = (f"{self.where}: {error.args[0]}",)
             raise
         except OSError as error:
             raise self.failed("reserving space", error) from error

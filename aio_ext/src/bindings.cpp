@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "queue.h"
+#include "without_gil.h"
 
 namespace py = pybind11;
 using namespace std::chrono_literals;
@@ -54,7 +55,7 @@ bool wait(const Ticket& ticket, std::optional<double> timeout) {
     const auto passed = aio::Clock::now() - start;
     if (passed >= left_at_start) return ticket.done();
     {
-      const py::gil_scoped_release release;
+      const aio::WithoutGil release;
       if (ticket.wait_for(std::min<std::chrono::nanoseconds>(kSlice, left_at_start - passed))) break;
     }
     check_signals();
@@ -70,7 +71,7 @@ Ticket submit(Queue& queue, Operation operation, std::int32_t file, std::uint64_
   for (;;) {
     if (auto ticket = queue.submit(operation, file, offset, pointer(address), nbytes, priority)) return std::move(*ticket);
     {
-      const py::gil_scoped_release release;
+      const aio::WithoutGil release;
       queue.wait_for_room(kSlice);
     }
     check_signals();
@@ -83,7 +84,7 @@ bool close_queue(Queue& queue, double timeout) {
   const auto deadline = aio::Clock::now() + duration(timeout);
   for (;;) {
     {
-      const py::gil_scoped_release release;
+      const aio::WithoutGil release;
       const auto left = deadline - aio::Clock::now();
       if (left <= kSlice || queue.drain(kSlice)) return queue.close(std::max(left, std::chrono::nanoseconds::zero()));
     }
@@ -124,7 +125,7 @@ std::unique_ptr<Queue> make_queue(const std::string& backend, std::uint32_t dept
   options.limits.depth = depth;
   options.limits.block_bytes = block_bytes;
   options.num_threads = num_threads;
-  const py::gil_scoped_release release;
+  const aio::WithoutGil release;
   return std::make_unique<Queue>(options, std::move(plan));
 }
 
@@ -140,7 +141,7 @@ struct Lease {
 
 // Waits without the GIL, which the last lease of a big range takes a while to give its pages back.
 void close_lease(Lease& lease) {
-  const py::gil_scoped_release release;
+  const aio::WithoutGil release;
   lease.mapping.reset();
 }
 
@@ -163,7 +164,7 @@ PYBIND11_MODULE(_aio, m) {
   py::class_<Lease>(m, "Lease")
       .def_property_readonly("address", [](const Lease& l) { return reinterpret_cast<std::uintptr_t>(l.open()->data()); })
       .def_property_readonly("nbytes", [](const Lease& l) { return l.open()->nbytes(); })
-      .def("populate", [](const Lease& l) { l.open()->populate(); }, py::call_guard<py::gil_scoped_release>())
+      .def("populate", [](const Lease& l) { l.open()->populate(); }, py::call_guard<aio::WithoutGil>())
       .def("close", &close_lease);
   m.def("anonymous_memory", [](std::size_t n, bool huge) { return Lease{Mapping::anonymous(n, huge)}; }, py::arg("nbytes"),
         py::arg("huge_pages"));
@@ -226,17 +227,17 @@ PYBIND11_MODULE(_aio, m) {
       .def_property_readonly("notes", &Queue::notes)
       .def("register_file", [](Queue& q, int fd) {
         refuse_in_child(q);
-        const py::gil_scoped_release release;
+        const aio::WithoutGil release;
         return q.register_file(fd);
       })
       .def("unregister_file", [](Queue& q, std::int32_t file) {
         refuse_in_child(q);
-        const py::gil_scoped_release release;
+        const aio::WithoutGil release;
         q.unregister_file(file);
       })
       .def("register_memory", [](Queue& q, std::uintptr_t address, std::size_t nbytes) {
         refuse_in_child(q);
-        const py::gil_scoped_release release;
+        const aio::WithoutGil release;
         q.register_memory(pointer(address), nbytes);
       })
       .def("read", [](Queue& q, std::int32_t file, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
@@ -255,7 +256,7 @@ PYBIND11_MODULE(_aio, m) {
       })
       .def("close", &close_queue, py::arg("timeout"));
 
-  m.def("uring_obstacle", &aio::uring_obstacle, py::call_guard<py::gil_scoped_release>());
+  m.def("uring_obstacle", &aio::uring_obstacle, py::call_guard<aio::WithoutGil>());
   m.def("direct_io_alignment", [](int fd) {
     const aio::Alignment alignment = aio::direct_io_alignment(fd);
     return py::make_tuple(alignment.memory, alignment.offset);

@@ -13,7 +13,7 @@ import torch
 
 import aio_ext
 from offload.device.protocol import Device, Event
-from offload.memory import tensor_at
+from offload.memory import private_memory, tensor_at
 
 _PIECE_BYTES = 2 << 20
 _NUM_PIECES = 2
@@ -82,7 +82,7 @@ class Bounce:
     def _pieces_for(self, nbytes: int) -> list[tuple[int, torch.Tensor]]:
         """Start of each part of so many bytes, and the piece that it passes through."""
         if self._memory is None:
-            self._memory = aio_ext.Memory(_NUM_PIECES * _PIECE_BYTES)
+            self._memory = private_memory(_NUM_PIECES * _PIECE_BYTES)
             self._device.pin(self._memory.address, _NUM_PIECES * _PIECE_BYTES)
             self._pieces = list(
                 tensor_at(self._memory.address, _NUM_PIECES * _PIECE_BYTES, torch.uint8).split(_PIECE_BYTES)

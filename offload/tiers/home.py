@@ -17,9 +17,8 @@ from typing import Protocol
 
 import torch
 
-import aio_ext
 from offload.device.protocol import Device, Event
-from offload.memory import passing_tensor, tensor_at
+from offload.memory import passing_tensor, private_memory, tensor_at
 from offload.report.trace import Trace
 from offload.tiers.bounce import Bounce
 from offload.units import Tile
@@ -266,7 +265,7 @@ class StoredHome(Home):
     def _memory(self) -> Iterator[int]:
         if self._last_write is not None:
             self._last_write.wait()
-        memory = aio_ext.Memory(self.nbytes)
+        memory = private_memory(self.nbytes)
         try:
             yield memory.address
         finally:

@@ -24,7 +24,7 @@ from offload.update.pipeline import Pipeline, Task
 from offload.update.speculative import SpeculativeUpdates
 from offload.update.step import UnitUpdate
 from offload.update.together import Together, can_take
-from offload.waiting import Failure, Job, Worker, of_thread
+from offload.waiting import Failure, Job, Worker, make_updates
 
 
 @dataclass(eq=False)
@@ -82,6 +82,7 @@ class Updater:
 
     def __post_init__(self) -> None:
         self._worker = Worker("offload-update")
+        self._worker.submit(make_updates)  # now: a finalizer can come wherever a thread begins
         self._last_step: Job | None = None
 
     def start(self, step: Sequence[UnitUpdate]) -> None:
@@ -153,7 +154,6 @@ class Updater:
         self._guarded(lambda: self.pipeline.run(tasks))
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        of_thread.updates = True
         try:
             self.failure.check()
             call()

@@ -219,6 +219,34 @@ def test_a_program_may_end_in_any_way_with_io_in_flight(backend: str, tmp_path: 
         assert path.stat().st_size == 8 << 20
 
 
+def test_a_program_ends_though_threads_wait_for_io(backend: str, tmp_path: Path) -> None:
+    """As after Ctrl-C in the close at its end: the interpreter ends under daemons, which would abort the process."""
+    code = f"""
+        import os, threading, time
+        import aio_ext, faulty_queue
+        plan = faulty_queue.FaultPlan()
+        plan.strike(0, delay_us=1_000_000)
+        queue = faulty_queue.faulty_queue(plan, {backend!r})
+        file = queue.register_file(os.open({str(tmp_path / "data")!r}, os.O_RDWR | os.O_CREAT, 0o600))
+        memory = aio_ext.Memory(4096)
+        ticket = queue.write(file, 0, memory.address, 4096)
+        for _ in range(50):  # a wait looks up ten times a second, and an interpreter ends faster
+            threading.Thread(target=ticket.wait, daemon=True).start()
+            time.sleep(0.002)
+        queue._finalizer.detach()
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_ctrl_c_ends_a_program_that_is_busy_within_two_seconds(backend: str, tmp_path: Path) -> None:
     code = f"""
         import os, aio_ext

@@ -18,6 +18,7 @@ from offload import (
     ConfigError,
     NonFiniteGradient,
     OffloadEngine,
+    OffloadError,
     StorageFull,
     StoreUnsafe,
 )
@@ -185,3 +186,19 @@ train(engine, 2)
     run = forked.run(code)
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OffloadError("no more memory")])
+def test_a_commit_that_fails_in_any_way_is_told_of(error, make_model, tmp_path, monkeypatch):
+    """The thread of commits would end without a word, and the run go on without commits."""
+    monkeypatch.setattr("offload.waiting.WAIT_TIMEOUT_S", 5.0)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    engine = OffloadEngine(make_model(), lr=1e-2, nvme_path=tmp_path, durable=1)
+    monkeypatch.setattr("swapper.DurableStore.commit", fail)
+    with pytest.raises(type(error)) as raised:
+        train(engine, 3)
+    assert raised.value is error
+    engine.close()

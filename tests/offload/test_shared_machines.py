@@ -11,9 +11,11 @@ from typing import Any
 
 import forked
 import pytest
+import tiny
 import torch
 from runs import make_model, train
 
+import aio_ext
 import offload.checkpoint.native.generations as generations
 import offload.tiers.store as tiers_store
 from offload import OffloadEngine, OffloadError, WeightsError
@@ -21,7 +23,7 @@ from offload.checkpoint.dcp.reader import DistributedReader
 from offload.checkpoint.publish import write_synced
 from offload.errors import RankError, named
 from offload.ranks.world import packed, unpacked
-from swapper import create_store
+from swapper import StorageFull, create_store
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
@@ -65,8 +67,42 @@ def test_a_store_whose_path_was_renamed_shares_no_file_system(tmp_path: Path):
 
 
 def test_a_limit_of_the_size_of_files_is_named():
-    with pytest.raises(OffloadError, match=r"a file of this process can have .*ulimit -f"), named("making the engine"):
+    with pytest.raises(OffloadError, match=r"A file of this process can have .*ulimit -f"), named("making the engine"):
         raise OSError(27, "File too large")
+
+
+def test_space_that_the_size_of_files_forbids_is_not_called_a_full_disk(tmp_path: Path, monkeypatch):
+    def too_large(*_: object) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "posix_fallocate", too_large)
+    with pytest.raises(StorageFull, match=r"File too large(.|\n)*ulimit -f") as raised:
+        create_store([tmp_path], "s", [4096])
+    assert "too little room" not in str(raised.value) and "Free some" not in str(raised.value)
+
+
+def test_memory_that_the_system_does_not_give_is_a_limit_of_the_process(tmp_path: Path, monkeypatch):
+    def no_memory(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    options = {"lr": 1e-2, "nvme_path": tmp_path, "host_memory": tiny.least_budget(tiny.Tiny(), tmp_path, lr=1e-2)}
+    with OffloadEngine(tiny.Tiny(), **options) as engine:
+        tiny.train(engine, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(aio_ext, "Memory", no_memory)
+            patch.setattr("mmap.mmap", no_memory)
+            with pytest.raises(OffloadError, match="ulimit -v"):
+                engine.optimizer.state_dict()
+        tiny.train(engine, 1)
+
+
+def test_threads_that_the_system_does_not_give_are_a_limit_of_the_process(monkeypatch):
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    with pytest.raises(OffloadError, match="ulimit -u"):
+        OffloadEngine(tiny.Tiny())
 
 
 def test_an_instruction_set_that_is_none_is_one_error():

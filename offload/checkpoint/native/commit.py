@@ -28,8 +28,8 @@ from offload.interrupts import held_back
 from offload.ranks.ranks import Ranks
 from offload.tiers.store import EngineStore, RecordExtents
 from offload.units import UnitSpec
-from offload.waiting import FATAL, Job, Worker
-from swapper import DurableStore, Extent, Ticket, waiting
+from offload.waiting import Job, Worker
+from swapper import DurableStore, Extent, OffloadError, Ticket, waiting
 
 _log = logging.getLogger("offload")
 
@@ -136,7 +136,7 @@ class Committer:
             try:
                 self._log(logging)
                 self._commit(metadata, logging, gradients=False)
-            except FATAL as error:
+            except BaseException as error:
                 self.failure.record(error)
 
         with held_back():
@@ -144,7 +144,7 @@ class Committer:
             try:
                 self._job = self._worker.submit(run)
                 return
-            except RuntimeError:  # no thread begins, as at a program's end since Python 3.12
+            except OffloadError:  # no thread begins, as at a program's end since Python 3.12
                 self._job = None
         run()
 

@@ -9,12 +9,12 @@ from functools import cached_property
 
 import torch
 
-import aio_ext
 from offload.access import ExternalAccess
 from offload.checkpoint.native.base_files import SavedFile
 from offload.checkpoint.native.description import describe_units, parts_of
 from offload.checkpoint.native.saved_units import SavedUnits
 from offload.elements import Loan
+from offload.memory import private_memory
 from offload.tiers.home import Home
 from offload.tiers.store import RecordExtents
 from offload.units import UnitSpec
@@ -107,6 +107,6 @@ class _Gradients(Home):
 
     @contextlib.contextmanager
     def borrow(self, *, change: bool) -> Iterator[int]:
-        with aio_ext.Memory(self.nbytes) as memory:
+        with private_memory(self.nbytes) as memory:
             self._records.access.gradients.copy_to(self._unit, memory.address, self._records.gradient_dtype)
             yield memory.address

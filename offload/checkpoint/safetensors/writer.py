@@ -18,7 +18,8 @@ import torch
 from offload.checkpoint.publish import INDEX_SUFFIX, Unfinished, write_synced
 from offload.checkpoint.tensors import Entry, Part
 from offload.errors import ConfigError
-from swapper import OffloadError, StorageFull, readable_bytes
+from swapper import OffloadError, readable_bytes
+from swapper.errors import no_room
 
 _NAMES = {
     torch.float64: "F64",
@@ -186,11 +187,9 @@ def _reserve(descriptor: int, nbytes: int, where: Path) -> None:
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
-        raise StorageFull(
-            f"cannot reserve {readable_bytes(nbytes)} in {where}: {error.strerror}.",
-            survives="What was there is whole, and nothing of the new files is left.",
-            advice="Free some space, or give another path.",
-        ) from error
+        told = no_room(f"{readable_bytes(nbytes)} in {where}", error)
+        told.survives = "What was there is whole, and nothing of the new files is left."
+        raise told from error
 
 
 def _write(descriptor: int, content: memoryview, offset: int) -> None:

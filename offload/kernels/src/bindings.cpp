@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "aio_ext/src/without_gil.h"
 #include "beside.h"
 #include "dispatch.h"
 #include "pool.h"
@@ -40,7 +41,7 @@ auto of_block(std::size_t numel, Body body) {
 // the GIL back from a thread that computes.
 template <class Body>
 void for_blocks(std::size_t numel, std::size_t num_threads, const Body& body) {
-  std::optional<py::gil_scoped_release> released;
+  std::optional<aio::WithoutGil> released;
   if (numel > kBlock) released.emplace();
   parallel_for(num_blocks(numel), num_threads, of_block(numel, std::cref(body)));
 }
@@ -170,7 +171,7 @@ void dequantize(std::size_t numel, Address numbers, int dtype, Address codes, Ad
 }
 
 void twist(Address words, std::size_t times) {
-  const py::gil_scoped_release released;
+  const aio::WithoutGil released;
   table_in_use().twist(reinterpret_cast<std::uint32_t*>(words), times);
 }
 
@@ -185,7 +186,7 @@ std::vector<std::string> isas_supported() {
 PYBIND11_MODULE(_kernels, m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def("done", &Work::done)
-      .def("wait", &Work::wait, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &Work::wait, py::call_guard<aio::WithoutGil>())
       .def("seconds", &Work::seconds)
       .def("seconds_since", &Work::seconds_since);
   py::class_<Queue>(m, "Queue").def(py::init<>());

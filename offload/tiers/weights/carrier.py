@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic
 
 import aio_ext
+from offload.memory import private_memory
 from offload.tiers.home import Transfer
 from offload.tiers.weights.pin import P
 from offload.units import UnitSpec
@@ -35,7 +36,7 @@ class HostBuffer:
         left, fitting = self._memory, [spare for spare in spares if spare.nbytes >= self.nbytes]
         if fitting:
             spares.remove(fitting[0])
-        memory = fitting[0] if fitting else aio_ext.Memory(self.nbytes)
+        memory = fitting[0] if fitting else private_memory(self.nbytes)
         ctypes.memmove(memory.address, left.address, self.nbytes)
         self._memory = memory
         return lambda: spares.append(left)

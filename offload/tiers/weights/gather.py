@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-import aio_ext
-from offload.memory import tensor_at
+from offload.memory import private_memory, tensor_at
 from offload.ranks.collectives import Kind, Operation, Rounds
 from offload.ranks.links import Links
 from offload.ranks.world import Peers
@@ -65,7 +64,7 @@ class GatherCarrier(Carrier[HostBuffer]):
     def add_place(self, unit: UnitSpec) -> HostBuffer:
         self.num_places += 1
         self.added_bytes += self._nbytes(unit)
-        return HostBuffer(aio_ext.Memory(self._nbytes(unit)))
+        return HostBuffer(private_memory(self._nbytes(unit)))
 
     def free_place(self, unit: UnitSpec, place: HostBuffer) -> None:
         self._free.append(place)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-import aio_ext
+from offload.memory import private_memory
 from offload.report.meter import Meter
 from offload.tiers.fence import UpdateFence
 from offload.tiers.home import Transfer, UnitHomes
@@ -58,7 +58,7 @@ class NvmeCarrier(Carrier[HostPlace]):
     def add_place(self, unit: UnitSpec) -> Slot:
         self.num_places += 1
         self.added_bytes += self._slot_bytes
-        return Slot(aio_ext.Memory(self._slot_bytes))
+        return Slot(private_memory(self._slot_bytes))
 
     def free_place(self, unit: UnitSpec, place: HostPlace) -> None:
         assert isinstance(place, Slot)  # what is resident is never evicted
