@@ -28,6 +28,8 @@ from _step_model import Shape
 from _step_peers import PEERS, missing_module
 from _step_process import Turns, WorkerFailed
 
+from offload.report.report import Bandwidths
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,11 +101,15 @@ def _budget(memory: str, options: argparse.Namespace) -> str:
 def _timeline(size: str, batch: int, options: argparse.Namespace) -> str | None:
     if options.timeline is None:
         return None
-    return str(options.timeline / f"{size.replace(':', '-')}-batch-{batch}.timeline.json")
+    clipped = "-clipped" if options.clipping else ""
+    return str(options.timeline / f"{size.replace(':', '-')}-batch-{batch}{clipped}.timeline.json")
 
 
 def _run(turn: dict[str, Any]) -> dict[str, Any]:
-    bounds = turn.get("link_seconds") or {}
+    bounds = dict(turn.get("link_seconds") or {})
+    if rates := turn.get("bandwidths"):
+        moved = (int(turn[f"nvme_{name}_bytes"]) for name in ("read", "write"))
+        bounds["nvme"] = Bandwidths(**rates).seconds(*moved)
     bound_by = max(bounds, key=lambda name: bounds[name], default=None)
     return {
         "parameters": turn["parameters"],
@@ -117,7 +123,7 @@ def _run(turn: dict[str, Any]) -> dict[str, Any]:
 
 _AS_IT_IS = (
     *("host_memory_bytes", "device_memory_bytes", "peak_device_bytes", "peak_rss_bytes"),
-    *("engine_efficiency", "engine_bound_by", "stalls", "losses"),
+    *("nvme_read_bytes", "nvme_write_bytes", "bandwidths", "engine_efficiency", "engine_bound_by", "stalls", "losses"),
 )
 
 if __name__ == "__main__":

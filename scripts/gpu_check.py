@@ -73,7 +73,7 @@ _PEERS = [
 ]
 _NVME = [
     *("scripts/gpu_batches.py", "--sizes", "llama:16x2048", "--batches", "4", "--warm-up", "2", "--steps", "4"),
-    *("--device-memory", "4GiB", "--host-memory", "6GiB", "--nvme-path", "{nvme}"),
+    *("--device-memory", "4GiB", "--host-memory", "6GiB", "--nvme-path", "{nvme}", "--timeline", "{logs}"),
 ]
 
 PARTS = (
@@ -91,6 +91,7 @@ PARTS = (
     Part("nvme-clipped", 120, [*_NVME, "--clipping", "1"]),
     Part("peers", 220, _PEERS),
     Part("trainers", 100, ["scripts/gpu_trainers.py"]),
+    Part("low-bits", 120, ["scripts/gpu_low_bits.py"]),
     Part("soak", 120, ["scripts/soak.py", "--device", "cuda", "--steps", "150", "--nvme-path", "{nvme}"]),
     Part("ranks-tests", 200, [*_PYTEST, "tests/ranks/test_cuda.py", "tests/ranks/test_on_device.py"], gpus=2),
     Part("ranks-bench", 200, ["scripts/bench_ranks.py", "--device", "cuda", "--model", "16x2048"], gpus=2),

@@ -183,6 +183,9 @@ class _Event:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         return self._stream is None or not self._stream.hangs
 
+    def synchronize(self) -> None:
+        assert self.query(), "the thread blocks without a deadline"
+
     def elapsed_time(self, later: _Event) -> float:
         return 1.0
 

@@ -78,7 +78,8 @@ def measure_link(device: Device, window: DeviceWindow, address: int, numel: int)
     what it held."""
     host = tensor_at(address, numel, window.dtype)
     window.allocate()
-    device.to_device.wait(device.compute.record())
+    for stream in (device.to_device, device.to_host):
+        stream.wait(device.compute.record())
     rates = []
     there = window.target[:numel]
     for stream, target, source in ((device.to_device, there, host), (device.to_host, host, there)):
@@ -100,8 +101,8 @@ def measure_memory(
     if not words:
         return MemoryRates()
     window.allocate()
-    device.to_device.wait(device.compute.record())
-    device.to_host.wait(device.compute.record())
+    for stream in (device.to_device, device.to_host):
+        stream.wait(device.compute.record())
     here, there = tensor_at(address, numel, window.dtype), window.target[:numel]
     ways = [  # one half of the memory each
         (device.to_device, cycle(_pieces(there[: numel // 2], here[: numel // 2])), deque[tuple[Event, int]]()),

@@ -290,7 +290,7 @@ def test_the_link_is_measured_with_two_copies_in_flight(monkeypatch: pytest.Monk
     window = DeviceWindow(256, torch.float32, recorder)  # type: ignore[arg-type]
     rates = bandwidth.measure_link(recorder, window, host.data_ptr(), len(host))  # type: ignore[arg-type]
     each_way = ["copy", "copy", "wait", "copy", "wait", "copy", "wait", "wait"]
-    assert recorder.trace == ["wait", *each_way, *each_way]
+    assert recorder.trace == ["wait", "wait", *each_way, *each_way]
     assert rates == LinkRates(4 * 1024 / 2, 4 * 1024 / 2)
 
 
