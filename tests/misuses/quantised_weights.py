@@ -138,18 +138,13 @@ WAYS = {
 }
 
 
-REFUSED = {("BitNet of torchao", "`backward(inputs=...)` of every other weight"): "Do not recompute it"}
-"""Under torch's own checkpoint a layer of BitNet saves other tensors in such a backward, too."""
-
-
 def add(number, way, habit, made):
     def body(run):
         return play(run, ["", "", ""], [WAYS[way](), made()])
 
     body.__name__ = f"quantised_{number}"
     joint = JOINTS[number % len(JOINTS)]
-    refused = {joint: REFUSED[way, habit]} if (way, habit) in REFUSED else None
-    program(family, f"weights: {way}; the loop: {habit}", (joint,), refused, seconds=120.0)(body)
+    program(family, f"weights: {way}; the loop: {habit}", (joint,), seconds=120.0)(body)
 
 
 every = [(habit, made) for habit, made in {**HABITS, **BETWEEN}.items() if "functional_call" not in habit]
