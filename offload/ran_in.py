@@ -2,7 +2,8 @@
 
 Torch's checkpoint restores autocast, the default device and random generators alone, and a backward has other modes
 than its forward: it is called outside of a ``with`` (one that chooses kernels of attention, for example), and a
-``TorchFunctionMode`` around it steps aside for ``Tensor.backward``.
+``TorchFunctionMode`` around it steps aside for ``Tensor.backward``. In one that is called for some inputs
+(``torch.autograd.grad``) no class of tensors is asked for its functions: torch has asked the inputs, for all of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from typing import TypeVar
 import torch
 
 from offload.settings import Settings
-from offload.torch_internals import dispatch_modes, function_modes, without_dispatch_mode, without_function_mode
+from offload.torch_internals import (
+    TORCH_FUNCTIONS,
+    dispatch_modes,
+    function_modes,
+    without_dispatch_mode,
+    without_function_mode,
+)
 
 _KINDS = ((function_modes, without_function_mode), (dispatch_modes, without_dispatch_mode))
 """Of each kind of modes: those that are entered, and a context without the last one."""
@@ -33,6 +40,7 @@ class RanIn:
         """All threads have the settings in common: a thread beside the program's must not put them."""
         self._settings = Settings() if with_settings else None
         self._flushes = _flushes()
+        self._functions = TORCH_FUNCTIONS[0]()
         self._modes = [entered() for entered, _ in _KINDS]
         self._variables = contextvars.copy_context()
 
@@ -60,6 +68,9 @@ class RanIn:
             if self._flushes is not (now := _flushes()):
                 stack.callback(torch.set_flush_denormal, now)
                 torch.set_flush_denormal(self._flushes)
+            if self._functions != (asked := TORCH_FUNCTIONS[0]()):
+                stack.callback(TORCH_FUNCTIONS[1], asked)
+                TORCH_FUNCTIONS[1](self._functions)
             return function()
 
 

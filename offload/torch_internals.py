@@ -253,6 +253,12 @@ def _fp32_precisions() -> Iterator[Setting]:
 FP32_PRECISIONS = tuple(_fp32_precisions())
 """Formats that fp32 is rounded to within operations of a library, those that others follow first."""
 
+TORCH_FUNCTIONS: Setting = (
+    torch._C._get_torch_function_state,  # type: ignore[attr-defined]
+    torch._C._set_torch_function_state,  # type: ignore[attr-defined]
+)
+"""Whether classes of tensors are asked for their ``__torch_function__`` in this thread."""
+
 KERNEL_FLAGS: tuple[Setting, ...] = tuple(
     (getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}"))
     for name in (

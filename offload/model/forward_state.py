@@ -7,7 +7,8 @@ their own affair.
 
 [Note: What moves in place] An iterator gives what comes next, and is the same object. Where the first run may move one,
 a copy from before it stands in its place in the second run; a file is set back; an array gets its bytes back. A
-generator cannot be had again.
+generator cannot be had again. A second run moves what stands there, too, and a graph that is retained has several: each
+of them has a copy of its own.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class State:
         self._generators = Generators()
         self._known: dict[int, tuple[Any, Any]] = {}
         """Containers, each with a copy, by their ``id``."""
+        self._copies: dict[int, Any] = {}
+        """What stands for something that a run moves, by its ``id``: see [Note: What moves in place]."""
         self._tensors: list[tuple[Any, Any, torch.Tensor, int, torch.Tensor | None]] = []
         """Those in containers: the container, the key, the tensor, its version, and a copy if there is one."""
         self._tensors_outside: list[tuple[Variable, torch.Tensor, int, torch.Tensor | None]] = []
@@ -104,12 +107,13 @@ class State:
             name = key if isinstance(key, str) else f"element {key!r} of a {type(container).__name__}"
             before = self._as_it_was(name, tensor, version, values)
             if before is not tensor:
-                self._known[id(container)][1][key] = before
+                self._known[id(container)][1][key] = self._copy(before)
             elif id(container) not in self._outside:
                 self._unchanged.append((name, tensor, version))
         self._tensors = []
         for variable, tensor, version, values in self._tensors_outside:
-            self._variables.append((variable, self._as_it_was("a tensor outside of modules", tensor, version, values)))
+            before = self._as_it_was("a tensor outside of modules", tensor, version, values)
+            self._variables.append((variable, before if before is tensor else self._copy(before)))
         self._tensors_outside = []
         for name, generator, mark in self._generator_marks:
             if mark_of(generator) != mark:
@@ -134,9 +138,9 @@ class State:
         arrays = [(memory, before, memory.tobytes()) for memory, before in self._arrays]
         try:
             for container, before in changed:
-                _restore(container, before)
+                _restore(container, self._with_copies(before))
             for put, before, _ in variables:
-                put(before)
+                put(self._again(before))
             for memory, before_bytes, _ in arrays:
                 memory[:] = before_bytes
             with self._generators.rewound():
@@ -148,6 +152,21 @@ class State:
                 put(after)
             for memory, _, after_bytes in arrays:
                 memory[:] = after_bytes
+
+    def _copy(self, made: Any) -> Any:
+        self._copies[id(made)] = made
+        return made
+
+    def _again(self, value: Any) -> Any:
+        """Itself; of what is such a copy, one for a run."""
+        if id(value) not in self._copies:
+            return value
+        return value.clone() if isinstance(value, torch.Tensor) else copied(value)
+
+    def _with_copies(self, content: Any) -> Any:
+        if isinstance(content, dict):
+            return {key: self._again(value) for key, value in content.items()}
+        return [*map(self._again, content)]
 
     def _as_it_was(self, name: str, tensor: torch.Tensor, version: int, values: torch.Tensor | None) -> torch.Tensor:
         """The tensor, or the copy of it if it has been written to since. Raises ``ConfigError``."""
@@ -174,7 +193,7 @@ class State:
             self._tensors_outside.append((variable, value, version_of(value), _small_copy(value)))
             return
         again = copied(value) if is_iterator(value) else None
-        self._variables.append((variable, value if again is None else again))
+        self._variables.append((variable, value if again is None else self._copy(again)))
 
     def _know(self, container: Any, *, copied: bool) -> None:
         """``copied``: as it was, with small tensors in it. Others are watched."""
@@ -194,7 +213,7 @@ class State:
         if again is None:
             self._generator_marks.append((str(key), iterator, mark_of(iterator)))
         else:
-            self._known[id(container)][1][key] = again
+            self._known[id(container)][1][key] = self._copy(again)
 
     def _look_into(self, value: Any, num_levels: int, *, copied: bool = False, items_max: int = _OBJECTS_MAX) -> None:
         """Know the containers in it, and attributes of objects: of objects in objects, too, for so many levels."""

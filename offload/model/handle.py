@@ -77,7 +77,11 @@ class Handle(torch.Tensor):
 
     def value(self) -> torch.Tensor:
         """The value now, as an ordinary tensor of the caller's own."""
-        return self._backing.read().to(self.device)  # type: ignore[no-any-return]
+        value: torch.Tensor = self._backing.read()
+        if value.device == self.device:
+            return value
+        # a class around values may make an ordinary tensor of ``value.to``, if it is asked for it whole
+        return torch.ops.aten._to_copy.default(value, device=self.device)  # type: ignore[no-any-return]
 
     def value_on_host(self) -> torch.Tensor:
         """The same in host memory: what is larger than a device can be looked at there."""

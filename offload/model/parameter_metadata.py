@@ -82,6 +82,11 @@ class ParameterMetadata:
                 f"parameter {spec.piece.whole.name} has hooks and is large: it would be used in pieces, and hooks "
                 "would not see its gradient whole. Remove them (handle.remove())."
             )
+        if present and not parameter.requires_grad:
+            raise ConfigError(
+                f"parameter {spec.name} has hooks and is frozen: none can be put on what stands in its place. "
+                "Remove them (handle.remove()), or make the engine while it requires grad, and freeze it then."
+            )
         if present:
             self._hooks[spec] = present
 

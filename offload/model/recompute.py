@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.model.forward_costs import Unmeasured
 from offload.model.forward_state import State, changed_since, not_to_be_run_again, version_of
 from offload.model.named import Variable
+from offload.model.saved_tensors import versions_kept
 from offload.model.scripted import stopped_in_script
 from offload.model.under_way import in_first_run
 from offload.model.unit_in_model import UnitInModel
@@ -223,7 +224,8 @@ class _Runs:
     def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
         top_hooks_step_aside()
         if self._state is not None:
-            self._of.again(lambda: self._as_first(forward), self._weights)
+            with versions_kept():
+                self._of.again(lambda: self._as_first(forward), self._weights)
             return None
         state = State(self._of.module, arguments, self._of.unit.spec.name, self._of.of_kinds)
         try:

@@ -157,6 +157,30 @@ class SavedTensors:
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
 
 
+@contextmanager
+def versions_kept() -> Iterator[None]:
+    """Within, the hooks on top, of a checkpoint that runs again, are given tensors that know at which version they were
+    saved. Torch finds a later change of what it saves itself, and none of what hooks keep: see ``GivenAgain``."""
+    below = top_saved_tensors_hooks()
+    assert below is not None
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if type(tensor) in ORDINARY:
+            tensor = tensor.detach()
+            tensor.saved_at = tensor._version  # type: ignore[attr-defined]
+        return below[0](tensor)
+
+    pack.steps_aside = True  # type: ignore[attr-defined]
+    hooks = pack, below[1]
+    with held_back():
+        push_saved_tensors_hooks(hooks)
+    try:
+        yield
+    finally:
+        with held_back():
+            take_out_saved_tensors_hooks(hooks, below)
+
+
 class HooksAbove:
     """The hooks of one call, above some of the user's: see [Note: Hooks below]."""
 
@@ -215,12 +239,16 @@ class GivenAgain:
 
     def _first(self, packed: Any) -> torch.Tensor:
         try:
-            return self._unpack(packed)
+            tensor = self._unpack(packed)
         except CheckpointError as error:
             raise OffloadError(
                 f"unit {self._name}: the second run of its forward, for its backward, has saved other tensors than the "
                 f'first one. Do not recompute it: activations={{"{self._name}": "keep", ...}}'
             ) from error
+        version = getattr(tensor, "saved_at", tensor._version)
+        if tensor._version != version:
+            raise changed_in_place(tensor, tensor.shape, version)
+        return tensor
 
 
 def changed_in_place(tensor: torch.Tensor, shape: torch.Size, version: int) -> OffloadError:

@@ -64,6 +64,10 @@ _FILES = (
     "patched",
     "other_learning",
     "own_steps",
+    "composed",
+    "between",
+    "compiled",
+    "quantised_weights",
 )
 
 FAMILIES: list[Family] = [import_module(f"misuses.{file}").family for file in _FILES]

@@ -225,6 +225,8 @@ def plain(item: Any) -> Any:
     """The same with ordinary tensors and built-in types."""
     if isinstance(item, torch.Tensor):
         item = item.full_tensor() if hasattr(item, "full_tensor") else item  # a DTensor
+        if hasattr(item, "__tensor_flatten__"):  # a quantised one, of several tensors
+            return {name: plain(getattr(item, name)) for name in item.__tensor_flatten__()[0]}
         return item.detach().clone().contiguous().as_subclass(torch.Tensor)
     if isinstance(item, dict):
         return {str(key): plain(value) for key, value in item.items()}

@@ -12,7 +12,7 @@ _HEAD = """\
 
 [What works in a loop](outside.md) has the rules. Each line is a small program. It runs three times: under plain
 PyTorch, under the engine with everything in RAM, and under the engine with the least budget and the rest on NVMe
-(programs with `torch.compile` run in RAM only). "The same" means the numbers of plain PyTorch, and the same bits in RAM
+(some with `torch.compile` run in RAM only). "The same" means the numbers of plain PyTorch, and the same bits in RAM
 and on NVMe. This page is made by `PYTHONPATH=tests python -m misuses --markdown > docs/outside-table.md`.
 """
 

@@ -223,6 +223,25 @@ def test_a_change_in_place_of_what_was_kept_is_torchs_own_error(make_model, tmp_
         train(engine, 1)
 
 
+class WritesToWhatIsSaved(nn.Module):
+    """``tanh`` has saved its output, which is written to before ``down`` saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)).mul_(2))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_forward_that_writes_to_what_it_has_saved_is_torchs_own_error_in_a_second_run_too(activations: str):
+    model = nn.Sequential(WritesToWhatIsSaved(), WritesToWhatIsSaved())
+    error = pytest.raises(RuntimeError, match=r"modified by an inplace operation.*\[3, 8\]\] is at version 1")
+    with OffloadEngine(model, lr=0.1, precision="fp32", activations=activations) as engine, error:
+        engine(torch.ones(3, 8)).sum().backward()
+
+
 def test_a_fault_of_the_drive_is_one_typed_error_and_the_next_batch_trains(make_model, tmp_path: Path, monkeypatch):
     expected = None
     for fault in (None, "write", "read"):
@@ -427,6 +446,22 @@ def test_a_second_run_finds_nested_containers_and_objects_of_a_module_as_they_we
     assert (module.seen, module.counter.calls) == ({"inputs": [1, 2]}, 1)
     assert module.running_mean is after
     assert after.tolist() == [1.0] * 4
+
+
+def test_each_run_of_a_graph_that_is_retained_finds_what_moves_in_place_as_the_first_one_did():
+    module = nn.BatchNorm1d(4)
+    module.scales = iter([1, 2, 3])
+    state = State(module, [], "block")
+    module.running_mean.add_(1.0)
+    assert next(module.scales) == 1
+    state.compare()
+    for _ in range(3):
+        with state.before():
+            assert module.running_mean.tolist() == [0.0] * 4
+            module.running_mean.add_(1.0)
+            assert next(module.scales) == 1
+    assert module.running_mean.tolist() == [1.0] * 4
+    assert next(module.scales) == 2
 
 
 CALLS = {"all": 0}

@@ -999,3 +999,14 @@ def test_where_no_file_descriptor_is_left_the_error_names_the_limit(monkeypatch)
     monkeypatch.setattr("aio_ext.Pattern", no_more)
     with pytest.raises(OffloadError, match=r"no file descriptor is left .*may have [\d,]+ open.*ulimit -n"):
         OffloadEngine(built(), **OPTIONS)
+
+
+def test_a_frozen_parameter_with_hooks_is_refused_in_words():
+    model = torch.nn.Linear(4, 4)
+    handle = model.weight.register_hook(lambda gradient: gradient)
+    model.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="parameter weight has hooks and is frozen"):
+        OffloadEngine(model, lr=0.1)
+    handle.remove()
+    with OffloadEngine(model, lr=0.1):
+        pass

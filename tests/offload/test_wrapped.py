@@ -181,6 +181,27 @@ def test_a_checkpoint_goes_on_and_files_have_ordinary_tensors(tight, tmp_path: P
     assert_same(model, trained(2))
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_backward_of_some_weights_runs_forwards_of_the_class_again(tight, activations: str) -> None:
+    model, plain = make_model(), make_model()
+    with tight(model, activations=activations):
+        mine, theirs = (
+            torch.autograd.grad(loss_of(each), [each[1][0].weight, each[1][1].weight, each[3][3].weight])
+            for each in (model, plain)
+        )
+        assert all(map(torch.equal, mine, theirs))
+
+
+def test_copies_of_a_weight_have_its_class_and_compute_as_it_does(tight) -> None:
+    model, plain = make_model(), make_model()
+    with tight(model):
+        for name in ("clone", "detach", "contiguous", "double"):
+            mine, theirs = (getattr(each[4].weight, name)().clone() for each in (model, plain))
+            assert type(mine) is type(theirs), name
+            x = torch.ones(64, dtype=theirs.dtype)
+            assert torch.equal(F.linear(x, mine), F.linear(x, theirs)), name
+
+
 def test_values_gradients_and_changes_are_those_of_the_plain_model(tight) -> None:
     model, plain = make_model(), make_model()
 
