@@ -997,7 +997,7 @@ def test_where_no_file_descriptor_is_left_the_error_names_the_limit(monkeypatch)
         raise OSError(errno.EMFILE, "memfd_create: Too many open files")
 
     monkeypatch.setattr("aio_ext.Pattern", no_more)
-    with pytest.raises(OffloadError, match=r"no file descriptor is left .*may have [\d,]+ open.*ulimit -n"):
+    with pytest.raises(OffloadError, match=r"No file descriptor is left.*may have [\d,]+ open.*ulimit -n"):
         OffloadEngine(built(), **OPTIONS)
 
 

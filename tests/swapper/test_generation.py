@@ -137,7 +137,7 @@ def test_what_a_store_has_already_needs_no_room(tmp_path: Path, lease, monkeypat
         assert get(store, 0, lease) == {1}
     with (
         create_store([tmp_path], "other", [0]) as store,
-        pytest.raises(StorageFull, match=r"huge\.store has too little"),
+        pytest.raises(StorageFull, match=r"huge\.store: too little room"),
     ):
         store.reserve([1])
         huge = create_store([tmp_path], "huge", [1 << 20], reserved=[1])
