@@ -103,13 +103,8 @@ class SavedTensors:
         assert below is not None
         pack, unpack = below
         hooks = HooksAbove(self.uses, (pack, GivenAgain(name, unpack))).pair()
-        with held_back():
-            push_saved_tensors_hooks(hooks)
-        try:
+        with _on_top(hooks, below):
             yield
-        finally:
-            with held_back():
-                take_out_saved_tensors_hooks(hooks, below)
 
     @property
     def are_in_force(self) -> bool:
@@ -171,7 +166,13 @@ def versions_kept() -> Iterator[None]:
         return below[0](tensor)
 
     pack.steps_aside = True  # type: ignore[attr-defined]
-    hooks = pack, below[1]
+    with _on_top((pack, below[1]), below):
+        yield
+
+
+@contextmanager
+def _on_top(hooks: SavedTensorsHooks, below: SavedTensorsHooks) -> Iterator[None]:
+    """Within, ``hooks`` stand in the place of those ``below``."""
     with held_back():
         push_saved_tensors_hooks(hooks)
     try:

@@ -102,7 +102,7 @@ def pullback_after_step(place):
     return out, first, step(engine, engine(batch(1)).square().mean()), values(model)
 
 
-@family.refused(
+@family.works_or_refused(
     "`torch.func.grad_and_value(has_aux=True)` over detached weights gives `p.grad`",
     "not wrapped",
 )
@@ -680,7 +680,7 @@ def penalty_on_critic(place):
     return values(model)
 
 
-@family.refused(
+@family.works_or_refused(
     "WGAN-GP with `functional_call` over clones of the parameters, whose gradients come back through `clone`",
     "not wrapped",
 )
@@ -696,7 +696,7 @@ def penalty_over_clones(place):
     return found, values(model)
 
 
-@family.refused(
+@family.works_or_refused(
     "second-order MAML over clones of the parameters by `functional_call`, the outer gradients come through `clone`",
     "not wrapped",
 )
