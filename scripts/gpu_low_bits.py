@@ -24,9 +24,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is
 
 import torch
 import torch.nn.functional as F
+from device_schedules import least
 from torch import Tensor, nn
 
-from offload import BudgetError, OffloadEngine
+from offload import OffloadEngine
 
 _WIDTH, _VOCABULARY, _BLOCKS, _STEPS = 512, 1024, 6, 6
 _TOLERANCE = 1e-3
@@ -142,15 +143,6 @@ def check(make: Callable[[str], nn.Module], device: str, folder: str) -> dict[st
     first = found["all there is"]
     error = max(abs(mine - wanted) / wanted for mine, wanted in zip(first, expected, strict=True))
     return {"error": error, "other_bits": [name for name, seen in found.items() if seen != first]}
-
-
-def least(engine: Callable[..., OffloadEngine], name: str, **options: Any) -> int:
-    """The least memory of this name that the engine says to need."""
-    try:
-        engine(**options, **{name: 1}).close(discard=True)
-    except BudgetError as error:
-        return error.needed_bytes
-    raise AssertionError(f"an engine was made with one byte of {name}")
 
 
 def main() -> int:
