@@ -26,7 +26,7 @@ from torch import nn
 
 from offload.model.moving import PLAIN, mark_of, slots_of
 from offload.model.named import MISSING, is_of_others, outside_of
-from offload.model.own_writes import bytes_hash
+from offload.model.own_writes import bytes_hash, has_bytes
 from offload.model.recompute import RecomputedForward
 from offload.model.unit_in_model import UnitInModel
 
@@ -280,14 +280,3 @@ def _is_of_torch(module: nn.Module) -> bool:
 def _version(tensor: torch.Tensor) -> int:
     """That of the tensor's bytes. Those of inference have none."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def has_bytes(tensor: torch.Tensor) -> bool:
-    """Bytes that can be hashed, and are no weight's."""
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and tensor.device.type != "meta"
-        and tensor.untyped_storage().nbytes() > 0
-    )

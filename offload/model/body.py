@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.model.attributes import Known, has_bytes
+from offload.model.attributes import Known
 from offload.model.moving import BYTES_MAX
 from offload.model.named import is_of_library, is_of_others, names_of
-from offload.model.own_writes import bytes_hash
+from offload.model.own_writes import bytes_hash, has_bytes
 
 _LEVELS = 3
 """Of functions that call functions, and of objects in objects."""

@@ -30,6 +30,7 @@ from offload.errors import ConfigError
 from offload.model.draws import Generators
 from offload.model.moving import PLAIN, bytes_of, copied, is_iterator, mark_of, place_of, slots_of
 from offload.model.named import MISSING, Variable, is_of_others, outside_of
+from offload.model.own_writes import bytes_hash, has_bytes
 from swapper import OffloadError
 
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
@@ -77,8 +78,8 @@ class State:
         """Those in containers: the container, the key, the tensor, its version, and a copy if there is one."""
         self._tensors_outside: list[tuple[Variable, torch.Tensor, int, torch.Tensor | None]] = []
         """The same of those that are variables themselves."""
-        self._unchanged: list[tuple[str, torch.Tensor, int]] = []
-        """Their names and versions."""
+        self._unchanged: list[tuple[str, torch.Tensor, tuple[int, int | None]]] = []
+        """Their names and marks."""
         self._variables: list[tuple[Variable, Any]] = []
         """Those outside of modules, slots of objects, and places in files, each with its value."""
         self._outside: set[int] = set()
@@ -109,7 +110,7 @@ class State:
             if before is not tensor:
                 self._known[id(container)][1][key] = self._copy(before)
             elif id(container) not in self._outside:
-                self._unchanged.append((name, tensor, version))
+                self._unchanged.append((name, tensor, _mark(tensor)))
         self._tensors = []
         for variable, tensor, version, values in self._tensors_outside:
             before = self._as_it_was("a tensor outside of modules", tensor, version, values)
@@ -129,8 +130,8 @@ class State:
     @contextmanager
     def before(self) -> Iterator[None]:
         """Within, all is as it was before the first run; then it is again as it is now. Raises ``OffloadError``."""
-        for name, tensor, version in self._unchanged:
-            if version_of(tensor) != version:
+        for name, tensor, mark in self._unchanged:
+            if _mark(tensor) != mark:
                 raise changed_since(self._name, name)
         changed = [(container, before) for container, before in self._known.values() if _differ(container, before)]
         now = [(container, _copied(container)) for container, _ in changed]
@@ -295,6 +296,13 @@ def _is_ordinary(value: Any) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """That of the tensor's bytes. Those of inference have none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int | None]:
+    """Equal at two moments if nothing was written between them. A write through ``.data`` shows in the bytes alone, and
+    those of a small tensor are looked at."""
+    is_small = tensor.nbytes <= _COPIED_BYTES and has_bytes(tensor)
+    return version_of(tensor), bytes_hash(tensor) if is_small else None
 
 
 def not_to_be_run_again(name: str, reason: str) -> ConfigError:

@@ -130,6 +130,17 @@ def bytes_hash(tensor: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Bytes that can be hashed, and are no weight's."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and tensor.device.type != "meta"
+        and tensor.untyped_storage().nbytes() > 0
+    )
+
+
 def _is_here(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 

@@ -641,6 +641,30 @@ def test_a_weight_that_two_runs_would_find_different_is_an_error(how: str):
             loss.backward()
 
 
+class Centred(nn.Sequential):
+    """Its centre moves as its backward begins, as that of clusters that a backward's hook brings up to date."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__(*modules)
+        self.register_buffer("centre", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x - self.centre)
+        y.register_hook(lambda _: self.move())
+        return y
+
+    def move(self) -> None:
+        self.centre.data.mul_(0.5)
+
+
+def test_a_buffer_that_a_backward_hook_writes_to_through_data_is_an_error_where_the_forward_runs_again():
+    blocks = [Centred(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(3)]
+    with OffloadEngine(nn.Sequential(*blocks), activations="recompute") as engine:
+        loss = engine(torch.randn(2, 32)).sum()
+        with pytest.raises(OffloadError, match=r"unit 2: centre was changed after a forward had begun and before its"):
+            loss.backward()
+
+
 def test_memory_of_large_tensors_goes_back_when_they_are_freed(make_model, tmp_path: Path):
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
