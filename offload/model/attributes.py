@@ -13,7 +13,6 @@ come in the order of a loop where each micro-batch uses the unit once, and in an
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,13 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.model.containers import CONTAINERS, items_of, length_of
 from offload.model.moving import PLAIN, mark_of, slots_of
 from offload.model.named import MISSING, is_of_others, outside_of
 from offload.model.own_writes import bytes_hash, has_bytes
 from offload.model.recompute import RecomputedForward
 from offload.model.unit_in_model import UnitInModel
 
-_CONTAINERS = (list, dict, set, deque, tuple)
 _DERIVED = {"_flat_weights", "_flat_weight_refs"}
 """Attributes that recurrent modules make of their parameters anew in each forward, which find other ones there than
 before."""
@@ -63,10 +62,10 @@ class Known:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 self.marks.append(_version(value))
-        elif isinstance(value, _CONTAINERS):
-            self.marks.append(len(value))
-            if levels and len(value) <= _ITEMS_MAX:
-                for item in list(dict.values(value) if isinstance(value, dict) else value):
+        elif isinstance(value, CONTAINERS):
+            self.marks.append(length_of(value))
+            if levels and self.marks[-1] <= _ITEMS_MAX:
+                for item in items_of(value):
                     self.add(item, levels - 1)
         elif (mark := mark_of(value)) is not None:
             self.marks.append(mark)
@@ -210,8 +209,8 @@ class Attributes:
         for name, value in module.__dict__.items():
             if name in _OF_MODULES:
                 known.values.append(value)
-                if isinstance(value, _CONTAINERS):
-                    known.marks.append(len(value))
+                if isinstance(value, CONTAINERS):
+                    known.marks.append(length_of(value))
             elif name not in _DERIVED:
                 known.add(value)
         for name in slots_of(type(module)):

@@ -16,8 +16,7 @@ from __future__ import annotations
 import gc
 import io
 import types
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.model.containers import CHANGING, CONTAINERS, content_of, items_of, kind_of, length_of
 from offload.model.draws import Generators
 from offload.model.moving import PLAIN, bytes_of, copied, is_iterator, mark_of, place_of, slots_of
 from offload.model.named import MISSING, Variable, is_of_others, outside_of
@@ -34,15 +34,6 @@ from offload.model.own_writes import bytes_hash, has_bytes
 from swapper import OffloadError
 
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
-_CONTAINERS: dict[type, Callable[[Any], Any]] = {
-    OrderedDict: lambda container: dict(dict.items(container)),
-    dict: lambda container: dict(dict.items(container)),
-    list: list,
-    set: set,
-    deque: list,
-}
-"""Classes of containers, and how they are copied. A class that is derived from one may do more than to look (one of
-``transformers`` makes modules): the methods are those of the built-in one."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Names of what each module has."""
 _OTHERS = (torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
@@ -91,13 +82,13 @@ class State:
             self._know(vars(each), copied=True)
             for key, value in vars(each).items():
                 if key in _OF_MODULES:
-                    if isinstance(value, (*_CONTAINERS,)):  # buffers are in one of them
+                    if isinstance(value, CHANGING):  # buffers are in one of them
                         self._know(value, copied=True)
                 elif type(value).__module__.split(".")[0] != "offload":
                     self._look_into(value, num_levels=_LEVELS, copied=True)
             self._know_slots(each, _LEVELS + 1, copied=True, items_max=_OBJECTS_MAX)
             for parameter in each.parameters(recurse=False):
-                self._known[id(vars(parameter))] = vars(parameter), _copied(vars(parameter))
+                self._known[id(vars(parameter))] = vars(parameter), content_of(vars(parameter))
         for argument in arguments:
             self._look_into(argument, num_levels=_OBJECTS_MAX)
         self._look_outside(modules, {} if of_kinds is None else of_kinds)
@@ -134,7 +125,7 @@ class State:
             if _mark(tensor) != mark:
                 raise changed_since(self._name, name)
         changed = [(container, before) for container, before in self._known.values() if _differ(container, before)]
-        now = [(container, _copied(container)) for container, _ in changed]
+        now = [(container, content_of(container)) for container, _ in changed]
         variables = [(put, before, get()) for (get, put), before in self._variables]
         arrays = [(memory, before, memory.tobytes()) for memory, before in self._arrays]
         try:
@@ -200,9 +191,9 @@ class State:
         """``copied``: as it was, with small tensors in it. Others are watched."""
         if id(container) in self._known:
             return
-        self._known[id(container)] = container, _copied(container)
+        self._known[id(container)] = container, content_of(container)
         if isinstance(container, (dict, list)):
-            for key, value in dict.items(container) if isinstance(container, dict) else enumerate(container):
+            for key, value in dict.items(container) if isinstance(container, dict) else enumerate(items_of(container)):
                 if _is_ordinary(value):
                     values = _small_copy(value) if copied else None
                     self._tensors.append((container, key, value, version_of(value), values))
@@ -224,7 +215,7 @@ class State:
         if isinstance(value, nn.Module):
             self._know_module(value)
             return
-        is_object = not isinstance(value, (*_CONTAINERS, tuple))
+        is_object = not isinstance(value, CONTAINERS)
         if is_object and (not num_levels or isinstance(value, _OTHERS) or self._know_moving(value)):
             return
         is_deep = is_object and num_levels < _LEVELS
@@ -233,7 +224,7 @@ class State:
         content = getattr(value, "__dict__", None) if is_object else value
         if is_object:
             self._know_slots(value, num_levels, copied=copied, items_max=items_max)
-        if content is None or len(content) > items_max:
+        if content is None or length_of(content) > items_max:
             return
         if not isinstance(content, tuple):
             if id(content) in self._known or len(self._known) > _OBJECTS_MAX:
@@ -241,7 +232,7 @@ class State:
             self._know(content, copied=copied)
             if is_deep:
                 self._outside.add(id(content))
-        for item in list(dict.values(content) if isinstance(content, dict) else content):
+        for item in items_of(content):
             self._look_into(item, num_levels - is_object, copied=copied, items_max=items_max)
 
     def _know_slots(self, value: Any, num_levels: int, *, copied: bool, items_max: int) -> None:
@@ -317,28 +308,24 @@ def changed_since(name: str, what: str) -> OffloadError:
     )
 
 
-def _copied(container: Any) -> Any:
-    copied = _CONTAINERS.get(type(container))
-    if copied is None:
-        copied = next(copied for kind, copied in _CONTAINERS.items() if isinstance(container, kind))
-    return copied(container)
-
-
 def _differ(container: Any, before: Any) -> bool:
-    if len(container) != len(before):
+    if length_of(container) != len(before):
         return True
     if isinstance(container, dict):
         return any(
             dict.get(container, key, MISSING) is not value for key, value in before.items() if key not in _DERIVED
         )
-    return not all(map(is_, container, before)) if isinstance(container, (list, deque)) else container != before
+    return (
+        set.__ne__(container, before) if isinstance(container, set) else not all(map(is_, items_of(container), before))
+    )
 
 
 def _restore(container: Any, content: Any) -> None:
-    kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    kind = kind_of(container)
     if issubclass(kind, dict):
-        for key in [key for key in container if key not in content]:
-            kind.__delitem__(container, key)
+        for key in [*dict.keys(container)]:
+            if key not in content:
+                kind.__delitem__(container, key)
         for key, value in content.items():
             kind.__setitem__(container, key, value)
         return

@@ -665,6 +665,50 @@ def test_a_buffer_that_a_backward_hook_writes_to_through_data_is_an_error_where_
             loss.backward()
 
 
+class Pair(tuple):
+    """A tuple that is not to be taken for one."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self):
+        raise NotImplementedError
+
+
+class Strict(list):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    __iter__ = __eq__ = __contains__ = None
+
+
+class WithPairs(nn.Sequential):
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__(*modules)
+        self.pairs = Strict([Pair((1, "even")), Pair((2, "odd"))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.pairs.append(Pair((3, x.mean().item())))
+        return super().forward(x) + list.__len__(self.pairs)
+
+
+def test_containers_that_refuse_to_be_looked_at_are_looked_at_by_the_methods_of_the_built_in_ones():
+    losses = {}
+    for activations in ("keep", "recompute"):
+        torch.manual_seed(0)
+        blocks = [WithPairs(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(3)]
+        with OffloadEngine(nn.Sequential(*blocks), activations=activations) as engine:
+            found = losses[activations] = []
+            for _ in range(2):
+                loss = engine(torch.ones(2, 32)).square().mean()
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+            found += engine.together([torch.ones(1, 32)] * 2, lambda x: engine(x).square().mean().item())
+            assert list.__len__(blocks[0].pairs) == 6
+    assert losses["recompute"] == losses["keep"]
+
+
 def test_memory_of_large_tensors_goes_back_when_they_are_freed(make_model, tmp_path: Path):
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
