@@ -276,6 +276,14 @@ KERNEL_FLAGS: tuple[Setting, ...] = tuple(
 )
 """Flags of libraries. ``torch.backends`` reads them more slowly, and refuses to set them once flags are frozen."""
 
+_tracing: Callable[[], Any] = found(torch._guards.TracingContext, "try_get")
+
+
+def is_traced() -> bool:
+    """The compiler is at work in this thread, and looks at what a graph will take."""
+    return _tracing() is not None
+
+
 never_compiled: Callable[[Any], Any] = found(torch, "_disable_dynamo")
 """Keeps a function out of what ``torch.compile`` makes of its callers."""
 

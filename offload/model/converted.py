@@ -26,7 +26,8 @@ def explain_dtypes(model: nn.Module, converted: Collection[torch.dtype], dtype: 
     reason = (
         f"\nThe engine has converted the parameters that were {found} to {dtype}: see precision=. A forward that casts "
         "what it computes with to the dtype that a weight had (x.bfloat16(), x.float()) fails so: cast to the one that "
-        "it has, x.to(self.weight.dtype)."
+        "it has, x.to(self.weight.dtype). Buffers have kept theirs: a model that computes with them is converted as a "
+        f"whole before the engine is made, model.to({dtype})."
     )
     return model.register_forward_hook(HookOfModel(_explain, reason), always_call=True).remove
 

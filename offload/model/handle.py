@@ -27,6 +27,7 @@ from offload.model.under_way import change, touch
 from offload.model.written import refuse_receiving, wait_for_writes, written_by
 from offload.torch_internals import (
     autograd_gradient,
+    is_traced,
     itself,
     map_leaves,
     no_dispatch,
@@ -322,6 +323,8 @@ class Handle(torch.Tensor):
         raise self._no_address()
 
     def untyped_storage(self) -> torch.UntypedStorage:
+        if is_traced():  # the compiler describes the gradients of the parameters that a graph takes
+            return self._meta.untyped_storage()
         raise self._no_address()
 
     def share_memory_(self) -> Any:

@@ -60,6 +60,25 @@ class OwnCasts(nn.Module):
         return x + self.inner(x.bfloat16()).float()
 
 
+class Masked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mask", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.mask)
+
+
+def test_buffers_keep_their_dtype_and_an_error_on_it_says_how_the_model_is_converted_as_a_whole():
+    x = torch.ones(2, 8)
+    with pytest.warns(UserWarning, match="become torch.bfloat16"), OffloadEngine(Masked(), precision="bf16") as engine:
+        assert engine.module.mask.dtype == torch.float32
+        with pytest.raises(RuntimeError, match=r"Buffers have kept theirs: .* model\.to\(torch\.bfloat16\)"):
+            engine(x)
+    with OffloadEngine(Masked().to(torch.bfloat16)) as engine:
+        assert engine(x.bfloat16()).dtype == torch.bfloat16
+
+
 def test_an_error_of_a_forward_that_casts_to_the_dtype_of_before_names_the_conversion():
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), OwnCasts())
     assert model(torch.ones(2, 8)).shape == (2, 8)

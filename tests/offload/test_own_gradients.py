@@ -258,3 +258,22 @@ def test_the_engines_clipping_reaches_gradients_that_were_assigned(engine: Offlo
     assert norm > 0.5
     assert total.item() == pytest.approx(0.5, rel=1e-4)
     assert p.grad is given
+
+
+def test_a_compiled_block_is_compiled_anew_while_its_parameters_have_gradients():
+    found = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)))
+        if compiled:
+            for block in model:
+                block.compile(backend="aot_eager")
+        with OffloadEngine(model, precision="fp32"):
+            losses = [model(torch.ones(4, 8)).square().mean()]
+            losses[0].backward()
+            model(torch.ones(6, 8)).square().mean().backward()  # another shape
+            with torch.no_grad():
+                losses.append(model(torch.ones(2, 8)).sum())
+            found.append([*losses, *(parameter.grad.detach().clone() for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))
