@@ -23,7 +23,7 @@ from offload.optim.called_in import CalledIn
 from offload.optim.formats import Formats
 from offload.optim.rule import Group, SteppingParameter, TileBytes
 from offload.optim.shared_state import SharedState, cannot, is_data, same
-from offload.optim.trial import check_kinds, try_alone
+from offload.optim.trial import check_kinds, try_alone, without_draws
 from offload.optim.twin import SIDE, Kind, Representatives, Twin, as_when_training, without_compiling
 from offload.optim.whole_parameters import Record, Schema, WholeParameters
 from offload.units import ParameterSpec, Tile, UnitSpec
@@ -261,8 +261,10 @@ class TorchRule(WholeParameters):
         parameter.grad = torch.zeros(spec.shape)
         try:
             had = copy.deepcopy(dict(self._its_owner().state.get(spec.parameter, {})))
-            with without_compiling():
+            with without_draws(self._name), without_compiling():  # small ones may draw nothing
                 _, states = self._twin.run(self._shared.of_group(group), [[parameter]], {parameter: had})
+        except ConfigError:
+            raise
         except Exception as error:
             why = f"a step on {spec.name} {tuple(spec.shape)} raised {type(error).__name__}: {error}"
             raise ConfigError(cannot(self._name, why)) from error

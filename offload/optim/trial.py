@@ -38,7 +38,7 @@ def try_alone(
     are afterwards what they were."""
     name = twin.kind.__name__
     for backwards in (False, True):
-        with _generators_kept() as before, without_compiling(), _WithoutModel(name, of_model):
+        with without_draws(name), without_compiling(), _WithoutModel(name, of_model):
             try:
                 whole = _Run(twin, groups, backwards=backwards).whole(shared)
             except ConfigError:
@@ -46,12 +46,7 @@ def try_alone(
             except Exception as error:  # a class of the user's may raise anything
                 raise ConfigError(cannot(name, f"a step without a closure raised {_said(error)}")) from error
             check_kinds(name, whole[-1].states)
-            if _generators() != before:
-                why = (
-                    "its step draws random numbers, in the order of all parameters, and the engine takes it beside the "
-                    "next forward, which may draw from the same generator"
-                )
-                raise ConfigError(cannot(name, why))
+        with without_draws(name), without_compiling(), _WithoutModel(name, of_model):
             try:
                 alone = _Run(twin, groups, backwards=backwards).alone(shared)
             except ConfigError:
@@ -222,11 +217,19 @@ def _generators() -> tuple[Any, ...]:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[tuple[Any, ...]]:
-    """Give the generators their states again at the end; as they are at the beginning, to compare."""
+def without_draws(name: str) -> Iterator[None]:
+    """Raise ``ConfigError`` at the end if a step of the optimizer of this name has drawn random numbers. Generators are
+    afterwards what they were."""
     of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    before = _generators()
     try:
-        yield _generators()
+        yield
+        if _generators() != before:
+            why = (
+                "its step draws random numbers, in the order of all parameters, and the engine takes it beside the "
+                "next forward, which may draw from the same generator"
+            )
+            raise ConfigError(cannot(name, why))
     finally:
         torch.set_rng_state(of_torch)
         random.setstate(of_python)

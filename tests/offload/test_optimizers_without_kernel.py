@@ -750,3 +750,24 @@ def test_settings_that_a_program_changes_while_a_step_is_carried_out_stay_change
     finally:
         _Waits.go_on.set()
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+class DrawsForLargeOnes(torch.optim.SGD):
+    """It shuffles the rows of matrices that are larger than those of a trial."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() == 2 and len(parameter) > 16:
+                    parameter.grad = parameter.grad[torch.randperm(len(parameter))]
+        return super().step(closure)
+
+
+def test_an_optimizer_that_draws_for_large_parameters_alone_is_refused_and_draws_nothing():
+    layer = nn.Linear(8, 32)
+    before = torch.get_rng_state()
+    with pytest.raises(
+        ConfigError, match="DrawsForLargeOnes cannot run .*: its step draws random numbers"
+    ):
+        OffloadEngine(layer, optimizer=DrawsForLargeOnes, lr=0.1)
+    assert torch.equal(torch.get_rng_state(), before)
