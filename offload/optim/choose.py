@@ -124,6 +124,8 @@ def choose(
             raise ConfigError(
                 f"{option}={getattr(config, option)!r} needs an optimizer with a kernel: {', '.join(OPTIMIZERS)}"
             )
+    if isinstance(optimizer, type):
+        _refuse_states(built)
     return OptimizerChoice(TorchRule(built, groups, Formats.of(config), config.gradient_dtype), groups, built)
 
 
@@ -205,6 +207,18 @@ def _build(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> torch
         raise ConfigError(
             f"optimizer {kind.__name__} cannot be built with {option_values.shown(settings)}: {said}"
         ) from error
+
+
+def _refuse_states(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ConfigError`` if one that was built over a stand-in has states of it: they are made once, as it is built,
+    and parameters would have none."""
+    of_parameter = [states for key, states in optimizer.state.items() if isinstance(key, nn.Parameter) and states]
+    if of_parameter:
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"optimizer {name} makes states of parameters as it is built ({', '.join(map(str, of_parameter[0]))}): "
+            f"build it over the model's parameters, and give what is built: optimizer={name}(model.parameters(), ...)"
+        )
 
 
 def _refuse_that_of_an_engine(optimizer: torch.optim.Optimizer) -> None:

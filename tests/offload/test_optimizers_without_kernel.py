@@ -766,8 +766,32 @@ class DrawsForLargeOnes(torch.optim.SGD):
 def test_an_optimizer_that_draws_for_large_parameters_alone_is_refused_and_draws_nothing():
     layer = nn.Linear(8, 32)
     before = torch.get_rng_state()
-    with pytest.raises(
-        ConfigError, match="DrawsForLargeOnes cannot run .*: its step draws random numbers"
-    ):
+    with pytest.raises(ConfigError, match=r"DrawsForLargeOnes cannot run .*: its step draws random numbers"):
         OffloadEngine(layer, optimizer=DrawsForLargeOnes, lr=0.1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class MaskedAsBuilt(torch.optim.SGD):
+    """Its masks are made as it is built, and a parameter without one is not stepped."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mask"] = torch.ones_like(parameter)
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None and "mask" in self.state[parameter]:
+                parameter.data.add_(parameter.grad * self.state[parameter]["mask"], alpha=-0.1)
+
+
+def test_an_optimizer_that_makes_states_as_it_is_built_is_asked_for_built_and_has_them_then():
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 4), torch.ones(1, 8)
+    with pytest.raises(ConfigError, match=r"as it is built \(mask\).*optimizer=MaskedAsBuilt\(model\.parameters"):
+        OffloadEngine(model, optimizer=MaskedAsBuilt, lr=0.1)
+    before = model.weight.detach().clone()
+    with OffloadEngine(model, optimizer=MaskedAsBuilt(model.parameters(), lr=0.1)) as engine:
+        engine.backward(engine(x).sum())
+        engine.step()
+        assert torch.equal(model.weight.detach(), before.add(torch.ones(4, 8), alpha=-0.1))
