@@ -4,8 +4,8 @@
 A transformer of the given size trains two steps for each mode, batch and length, each in a process of its own.
 Printed are the highest resident memory of the process from the first forward on, how much that is above what it was
 before, the bytes of activations that were kept, written and read in the last step, all that the process gave to the
-drive in it for each token, and its seconds. The loss is that of ``cross_entropy_in_tiles``, so that logits decide nothing. Lengths and modes
-are interleaved.
+drive in it for each token, and its seconds. The loss is that of ``cross_entropy_in_tiles``, so that logits decide
+nothing. Lengths and modes are interleaved.
 
 ``--window`` has tokens look at those of their own window alone, so that the time grows with the length and no faster;
 ``--rows`` puts MLPs in tiles of so many rows, and ``--heads`` attentions in so many tiles; ``--limit`` is a memory
