@@ -93,8 +93,7 @@ class BackgroundCopy:
     def _try(self, generation: int, directory: SavingDirectory, then: Callable[[], None]) -> str:
         """Copy, and say what went wrong."""
         try:
-            self._copy(generation, directory)
-            then()
+            self._copy(generation, directory, then)
         except _GivenUp:
             return f"checkpoint {self._name} was not finished: the program is to end"
         except Exception as error:
@@ -105,11 +104,12 @@ class BackgroundCopy:
             return f"{error}\nThe next save_checkpoint, load_checkpoint or close raises this"
         return ""
 
-    def _copy(self, generation: int, directory: SavingDirectory) -> None:
+    def _copy(self, generation: int, directory: SavingDirectory, then: Callable[[], None]) -> None:
         try:
             with directory.unfinished() as folder:
                 copy_generation(self._store, generation, folder, self._passed)
                 directory.publish(folder)
+            then()
         except OSError as error:
             raise failed(f"saving the checkpoint {self._name}", error) from error
 
