@@ -118,7 +118,7 @@ def test_a_thread_for_notes_that_the_system_does_not_give_is_one_too(tmp_path: P
             create_store([tmp_path], None, [4096])
     with pytest.raises(OffloadError, match="ulimit -u"), named("making the engine"):
         refuse()
-    with pytest.raises(RuntimeError, match="^another$"), named("making the engine"):
+    with pytest.raises(RuntimeError, match=r"^another$"), named("making the engine"):
         raise RuntimeError("another")
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from aio_ext.latch import Latch
 from offload.checkpoint.native.folder import SavingDirectory
 from offload.errors import warn
 from offload.interrupts import held_back
-from offload.waiting import Deadline, Failure
+from offload.waiting import DaemonThread, Deadline, Failure
 from swapper import DurableStore, OffloadError, StorageError, copy_generation
 from swapper.errors import failed
 
@@ -47,9 +48,7 @@ class BackgroundCopy:
         may be under way: see ``wait``."""
         self._name = str(directory.target)
         self._over = Latch()
-        self._thread = threading.Thread(
-            target=self._run, args=(generation, directory, then), name="offload-checkpoint", daemon=True
-        )
+        self._thread = DaemonThread(partial(self._run, generation, directory, then), "offload-checkpoint")
         try:
             with held_back():
                 self._thread.start()
