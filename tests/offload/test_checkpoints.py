@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -731,3 +732,27 @@ def test_an_engine_that_was_half_loaded_is_of_no_use(tmp_path: Path, monkeypatch
             getattr(engine, f"load_{kind}")(tmp_path / "saved")
         with pytest.raises(OffloadError, match=r"half loaded|no more memory"):
             train(engine, 3)
+
+
+@pytest.mark.parametrize("ends_in", ["loader", "forward"])
+def test_a_run_that_ends_before_its_next_step_leaves_what_it_has_gone_on_from(tmp_path, ends_in):
+    """The next batch was drawn, and dropout's numbers: who resumes draws them again."""
+
+    def run(num_steps: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        with contextlib.suppress(KeyboardInterrupt), OffloadEngine(model, lr=1e-2, nvme_path=tmp_path, durable=1) as it:
+            it.load_checkpoint()
+            left = torch.get_rng_state()
+            for _ in range(num_steps):
+                it.backward(it(torch.randn(2, 8)).sum())
+                it.step()
+                left = torch.get_rng_state()
+            inputs = torch.randn(2, 8)
+            if ends_in == "forward":
+                it(inputs)
+            raise KeyboardInterrupt
+        return left
+
+    left = run(2)
+    assert torch.equal(run(0), left) and torch.equal(run(0), left)
