@@ -2,9 +2,9 @@
 """Memory and time of a training step by sequence length, for each of the modes of ``activations=``.
 
 A transformer of the given size trains two steps for each mode, batch and length, each in a process of its own.
-Printed are the highest resident memory of the process, the same beside what it took before the first forward, the bytes
-of activations that were kept, written and read in the last step, all that the process gave to the drive in it for each
-token, and its seconds. The loss is that of ``cross_entropy_in_tiles``, so that logits decide nothing. Lengths and modes
+Printed are the highest resident memory of the process from the first forward on, how much that is above what it was
+before, the bytes of activations that were kept, written and read in the last step, all that the process gave to the
+drive in it for each token, and its seconds. The loss is that of ``cross_entropy_in_tiles``, so that logits decide nothing. Lengths and modes
 are interleaved.
 
 ``--window`` has tokens look at those of their own window alone, so that the time grows with the length and no faster;
@@ -13,6 +13,9 @@ cgroup around each process, imports included, and needs root; ``--steps 1`` is f
 ``--batches`` has so many sequences at a time; ``--drive READ WRITE`` throttles the drive, in bytes a second, by a
 cgroup (root, too). What a mode cannot do within the limit is killed: so the longest sequence and the largest batch are
 found.
+Modes beside the engine's are plain PyTorch, whose weights and moments are in ``--precision`` without masters: "plain",
+"checkpoint" with each block recomputed (``torch.utils.checkpoint``), and "save_on_cpu" with what autograd keeps in
+``torch.autograd.graph.save_on_cpu``.
 ``MALLOC_MMAP_THRESHOLD_=33554432`` in the environment shows what the C library would keep of large tensors.
 
     python scripts/bench_activations.py --layers 24 --width 64 --window 512 --rows 4096 --limit 1GiB \\
@@ -27,22 +30,27 @@ import argparse
 import contextlib
 import itertools
 import json
+import re
 import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 from _cgroups import drive_limit, memory_limit
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from offload import OffloadEngine, attention_in_tiles, cross_entropy_in_tiles, in_tiles
 from offload.option_values import parse_bytes
 
 MODES = ("keep", "recompute", "nvme")
 LEAVING = ("host", "nvme", "auto")
+PEERS = ("plain", "checkpoint", "save_on_cpu")
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Mlp(nn.Module):
@@ -106,7 +114,16 @@ class Model(nn.Module):
 
 
 def resident_peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    """Most bytes that were resident since ``forget_peak``."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def forget_peak() -> int:
+    """What is resident now is the peak; returns it."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_peak()
 
 
 def written_bytes() -> int:
@@ -114,11 +131,40 @@ def written_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_oublock * 512
 
 
+def model_of(options: argparse.Namespace) -> Model:
+    torch.manual_seed(0)
+    return Model(options.layers, options.width, options.vocabulary, options.window, options.rows, options.heads)
+
+
+def batch_of(options: argparse.Namespace, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, options.vocabulary, (batch, length + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def measure_peer(options: argparse.Namespace, mode: str, batch: int, length: int) -> dict[str, float]:
+    """The same of plain PyTorch, which gives nothing to the drive."""
+    model = model_of(options).to(TORCH_DTYPES[options.precision])
+    if mode == "checkpoint":
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    before = forget_peak()
+    for _ in range(options.steps):
+        began = time.perf_counter()
+        with torch.autograd.graph.save_on_cpu() if mode == "save_on_cpu" else contextlib.nullcontext():
+            loss = model(*batch_of(options, batch, length))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = time.perf_counter() - began
+    return {"peak": resident_peak() - before, "whole": resident_peak(), "seconds": seconds}
+
+
 def measure(options: argparse.Namespace, mode: str, batch: int, length: int) -> dict[str, float]:
     """One process's figures."""
-    torch.manual_seed(0)
-    model = Model(options.layers, options.width, options.vocabulary, options.window, options.rows, options.heads)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if mode in PEERS:
+        return measure_peer(options, mode, batch, length)
+    with torch.device("meta"):  # the engine initialises it
+        model = model_of(options)
     budget = {"host_memory": options.host_memory, "activation_memory": options.activation_memory}
     engine = OffloadEngine(
         model,
@@ -129,18 +175,16 @@ def measure(options: argparse.Namespace, mode: str, batch: int, length: int) -> 
         **(budget if mode in LEAVING else {"host_memory": options.host_memory}),
     )
     with engine:
-        before = resident_peak()
+        before = forget_peak()
         for _ in range(options.steps):
             engine.synchronize()
             written = written_bytes()
-            tokens = torch.randint(0, options.vocabulary, (batch, length + 1))
-            engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+            engine.backward(engine(*batch_of(options, batch, length)))
             engine.step()
         engine.synchronize()
         report = engine.report()
         use = report.activations
         return {
-            "parameters": parameters,
             "peak": resident_peak() - before,
             "whole": resident_peak(),
             "kept": use.kept_bytes,
@@ -190,10 +234,11 @@ def main() -> int:
             print(f"{what} {found}", flush=True)
             continue
         peaks.setdefault(mode, []).append((batch * length, found["whole"]))
-        whole, peak, *passed = (found[name] / (1 << 20) for name in ("whole", "peak", "kept", "written", "read"))
-        moving = "{:>7,.1f} {:>8,.1f} {:>7,.1f}".format(*passed) + f" {found['to_drive']:>11,.0f}"
-        times = f"{found['seconds']:>7.1f} {found['bound'] / found['seconds']:>10.2f}"
-        print(f"{what} {whole:>9,.0f} {peak:>9,.0f} {moving} {times}", flush=True)
+        passed = [found.get(name, 0) / (1 << 20) for name in ("kept", "written", "read")]
+        moving = "{:>7,.1f} {:>8,.1f} {:>7,.1f}".format(*passed) + f" {found.get('to_drive', 0):>11,.0f}"
+        share = f"{found['bound'] / found['seconds']:>10.2f}" if "bound" in found else ""
+        peak = f"{found['whole'] / (1 << 20):>9,.0f} {found['peak'] / (1 << 20):>9,.0f}"
+        print(f"{what} {peak} {moving} {found['seconds']:>7.1f} {share}", flush=True)
     if options.plot is not None:
         draw(peaks, options)
     return 0

@@ -190,6 +190,8 @@ class Batches:
     def of(cls, prediction: Prediction) -> Batches:
         """Try out batches."""
         model, machine, workload = prediction.model, prediction.machine, prediction.workload
+        if workload.size == 1 and not prediction.fits:
+            return cls(0, None)
         largest = _largest_batch(model, machine, workload)
         if not prediction.fits or prediction.limit == "compute":
             return cls(largest, workload.size if prediction.fits else None)
