@@ -12,6 +12,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -21,6 +22,8 @@ from runs import VOCAB, backward, bits, least, make_model, train
 from torch import nn
 
 from offload import ConfigError, OffloadEngine, OffloadError, access
+from offload.checkpoint.native.base_files import BaseFiles
+from offload.checkpoint.native.saved_records import SavedHome
 from swapper import StorageCorrupt, StorageFull, StoreLocked, StoreMissing
 
 PROGRAMS = {
@@ -756,3 +759,20 @@ def test_a_run_that_ends_before_its_next_step_leaves_what_it_has_gone_on_from(tm
 
     left = run(2)
     assert torch.equal(run(0), left) and torch.equal(run(0), left)
+
+
+def test_ctrl_c_comes_when_the_transfers_of_a_saved_record_are_over():
+    """Their memory may go with it, and a checksum would be worked out over what is no more there: SIGSEGV."""
+    waited = []
+
+    class Source:
+        extents = [SimpleNamespace(nbytes=4096)] * 3
+
+        def read(self, *_: object) -> SimpleNamespace:
+            number = len(waited)
+            signal.raise_signal(signal.SIGINT)  # the transfer has begun, and nobody has its ticket yet
+            return SimpleNamespace(wait=lambda: waited.append(number))
+
+    with pytest.raises(KeyboardInterrupt):
+        SavedHome(Source(), range(3), BaseFiles((), ())).read(0)
+    assert len(waited) == 3
