@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import os
@@ -79,7 +80,10 @@ def notifier_of_thread() -> Notifier:
         # Without a lock, and with a bare thread, see [Note: Ctrl-C strikes anywhere]. Of several threads that come here
         # at once, the first one sets the notifier for all; those of the others have nothing to do.
         candidate = Notifier()
-        start_new_thread(_deliver_forever, (candidate,))
+        try:
+            start_new_thread(_deliver_forever, (candidate,))
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from None  # as the core says it of its own threads
         notifier = _of_thread.setdefault(os.getpid(), candidate)
     return notifier
 

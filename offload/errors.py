@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 import warnings
 from collections.abc import Iterator
@@ -88,6 +89,10 @@ def named(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise _named(what, error) from error
+    except RuntimeError as error:
+        if str(error) != "can't start new thread":  # Python does not say it in another way
+            raise
+        raise _named(what, OSError(errno.EAGAIN, str(error))) from error
 
 
 def _named(what: str, error: OSError) -> OffloadError:

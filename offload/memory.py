@@ -131,14 +131,25 @@ def available_bytes() -> int:
     return max(0, min([available, *(limit - used for _, limit, used in cgroup_limits())]))
 
 
-def cgroup_limits() -> Iterator[tuple[Path, int, int]]:
-    """Folder, limit and bytes used of each memory cgroup with a limit that this process is in, the innermost first."""
-    for folder in cgroup_folders("memory"):
-        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+def cgroup_limits(root: Path = Path("/")) -> Iterator[tuple[Path, int, int]]:
+    """Folder, limit and bytes used of each memory cgroup with a limit that this process is in, the innermost first.
+
+    Pages of files count as free, as they do in ``MemAvailable``: the kernel drops them for who needs memory. A group
+    that has read more files than its limit is full of them. ``memory.high`` is a limit, too: above it the kernel lets
+    the group wait."""
+    for folder in cgroup_folders("memory", root):
+        for limit, used, of_all in (
+            ("memory.max", "memory.current", ""),
+            ("memory.high", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ):
             try:
                 bound = (folder / limit).read_text().strip()
-                if bound != "max":
-                    yield folder, int(bound), int((folder / used).read_text())
+                if bound == "max":
+                    continue
+                counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                of_files = sum(int(counted.get(f"{of_all}{kind}_file", 0)) for kind in ("active", "inactive"))
+                yield folder, int(bound), max(0, int((folder / used).read_text()) - of_files)
             except OSError:
                 continue
 

@@ -258,7 +258,7 @@ class Session:
             self.parts.access.zeroing = Zeroing.DONE  # nobody reads the gradients that go along
             try:
                 return OrdinaryParameters(model)
-            except OffloadError:
+            except Exception:  # the store's, or torch's of memory
                 if error is None:
                     raise
                 return None  # by the same error, most likely: that one says more

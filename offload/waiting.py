@@ -34,6 +34,9 @@ WAIT_TIMEOUT_S = 600.0
 FATAL = (StorageError, WaitTimeout, RankError)
 """A fault of a disk, of another thread or of another rank, wherever it is met, ends the engine."""
 
+_BEGIN_S = 60.0
+"""A thread that has not begun by then never will."""
+
 _SLICE_S = 0.1
 """A wait looks this often whether something has failed meanwhile."""
 
@@ -223,6 +226,42 @@ def timed_out(what: str) -> WaitTimeout:
     return WaitTimeout(f"{what}: not over after {WAIT_TIMEOUT_S:g} s.")
 
 
+class DaemonThread(threading.Thread):
+    """A daemon whose ``start`` ends. A thread that finds no memory to begin with ends without a word, and CPython waits
+    for its sign for ever. Here ``start`` raises ``RuntimeError`` then, as where the system gives no thread; the call is
+    not made if it begins after all."""
+
+    def __init__(self, call: Callable[[], object], name: str) -> None:
+        super().__init__(target=call, name=name, daemon=True)
+        self._turn = [True]
+        """Who takes it decides whether the call is made: the thread, or who has waited for long enough."""
+        self._started = _Sign(self._take_turn)
+
+    def run(self) -> None:
+        """On the thread."""
+        if self._take_turn():
+            super().run()
+
+    def _take_turn(self) -> bool:
+        try:
+            return self._turn.pop()
+        except IndexError:
+            return False
+
+
+class _Sign(threading.Event):
+    """What ``Thread.start`` waits for."""
+
+    def __init__(self, give_up: Callable[[], bool]) -> None:
+        super().__init__()
+        self._give_up = give_up
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(_BEGIN_S if timeout is None else timeout) and self._give_up():
+            raise RuntimeError("can't start new thread")
+        return True
+
+
 class Job:
     """One call that a ``Worker`` makes."""
 
@@ -269,7 +308,7 @@ class Worker:
         if self._thread is None:
             with held_back():
                 self._has_ended = Latch()
-                thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                thread = DaemonThread(self._work, self._name)
                 try:
                     thread.start()
                 except RuntimeError as error:

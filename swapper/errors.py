@@ -162,9 +162,11 @@ def failed(what: str, error: OSError) -> StorageError:
     return kind(f"{what} failed: {error}.", advice=of_limit(error))
 
 
-def no_room(what: str, error: OSError) -> StorageFull:
-    """Turn what the system said when space was to be taken into the error that the user gets."""
-    return StorageFull(f"cannot reserve {what}: {error.strerror}.", advice=of_limit(error))
+def no_room(what: str, error: OSError) -> StorageError:
+    """Turn what the system said when space was to be taken into the error that the user gets: a limit of the size of
+    files is a lack of room, too; a device that fails is none."""
+    kind = StorageFull if error.errno in (*NO_ROOM, errno.EFBIG) else StorageIOError
+    return kind(f"cannot reserve {what}: {error.strerror}.", advice=of_limit(error))
 
 
 def of_limit(error: OSError) -> str | None:

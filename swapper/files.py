@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import shlex
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ def reserve(descriptor: int, nbytes: int, where: Path | str) -> None:
     advice = "Free some, give another path, or raise host_memory so that less goes there."
     require_room(descriptor, needed, where, advice)
     try:
-        os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+        _take_range(descriptor, 0, max(nbytes, 1))
     except OSError as error:
         raise no_room(f"{readable_bytes(nbytes)} in {where}", error) from error
 
@@ -145,9 +146,25 @@ def reserve_ranges(descriptor: int, ranges: Sequence[tuple[int, int]], reserved_
         if not nbytes:
             continue
         try:
-            os.posix_fallocate(descriptor, offset, nbytes)
+            _take_range(descriptor, offset, nbytes)
         except OSError as error:
             raise no_room(readable_bytes(nbytes), error) from error
+
+
+def _take_range(descriptor: int, offset: int, nbytes: int) -> None:
+    """Take the space of a range of a file; what is there stays. Where the file system has no call for it, the C library
+    writes to each block, which it cannot past the page cache. Raises ``OSError``."""
+    try:
+        os.posix_fallocate(descriptor, offset, nbytes)
+    except OSError as error:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            raise
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        try:
+            os.posix_fallocate(descriptor, offset, nbytes)
+        finally:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
 
 def give_back_ranges(descriptor: int, ranges: Sequence[tuple[int, int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from pathlib import Path
 
@@ -31,5 +32,7 @@ class Spool:
 
 
 def let_go(memory: mmap.mmap) -> None:
-    """The process needs the pages no more for now; they are read again when they are looked at."""
-    memory.madvise(mmap.MADV_DONTNEED)
+    """The process needs the pages no more for now; they are read again when they are looked at. Pages that are locked
+    (``mlockall``) stay."""
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_DONTNEED)

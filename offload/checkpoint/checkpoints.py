@@ -396,6 +396,8 @@ class Checkpoints:
                 ) from error
         if description.run["random"] is not None:
             set_random_states(description.run["random"], self._access.device)
+        if self._config.durable:  # a run that ends before its next step commits what it has gone on from
+            self._feed = self._present_feed()
 
     def _replace(
         self, run: dict[str, Any], take_records: Callable[[], None], take_gradients: TakeGradients, where: str

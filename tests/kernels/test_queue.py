@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -140,3 +142,29 @@ def test_a_work_without_elements_is_done() -> None:
     assert [work.done() for work in works] == [True]
     works[0].wait()
     assert works[0].seconds() == 0
+
+
+WITHOUT_THREADS = """
+import resource, sys, threading
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_queue import arrays, kernels, step
+given, works = [arrays(300_001, 0) for _ in range(3)], []
+most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (4 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+try:
+    threading.Thread(target=print).start()
+except RuntimeError as error:
+    print(error)
+step(given[0], kernels.on_host)
+step(given[1], kernels.Queue().by(4, works))
+step(given[2], kernels.OnHost(kernels.always(4)))
+works[0].wait()
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(len({b"".join(array.numpy().tobytes() for array in each) for each in given}))
+"""
+
+
+def test_where_the_system_gives_no_threads_the_caller_runs_kernels() -> None:
+    """A limit of the address space leaves no room for a thread's stack."""
+    assert forked.run_well(WITHOUT_THREADS, Path(__file__).parent) == "can't start new thread\n1\n"

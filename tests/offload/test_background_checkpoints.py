@@ -204,6 +204,21 @@ def test_a_copy_that_fails_is_warned_of_at_once_and_raised_once(tmp_path, elsewh
     engine.close()  # it was said
 
 
+def test_older_checkpoints_that_cannot_be_looked_at_are_an_error_of_the_engine(tmp_path, elsewhere, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    engine = OffloadEngine(make_model(), lr=1e-3, nvme_path=tmp_path, host_memory=least(tmp_path), keep_last=1)
+    with engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(engine, 1)
+        monkeypatch.setattr("offload.checkpoint.native.folder.SavingDirectory._retain", fail)
+        engine.save_checkpoint(elsewhere)
+        with pytest.raises(StorageIOError, match=r"step1(.|\n)*Input/output error(.|\n)*training goes on"):
+            engine.wait_for_checkpoint()
+        assert visible(elsewhere) == ["latest", "step1"]
+
+
 def test_too_little_room_is_said_before_anything_is_written(tmp_path, elsewhere, monkeypatch):
     with OffloadEngine(make_model(), lr=1e-3, nvme_path=tmp_path, host_memory=least(tmp_path)) as engine:
         expected = train(engine, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -11,6 +12,7 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -20,6 +22,8 @@ from runs import VOCAB, backward, bits, least, make_model, train
 from torch import nn
 
 from offload import ConfigError, OffloadEngine, OffloadError, access
+from offload.checkpoint.native.base_files import BaseFiles
+from offload.checkpoint.native.saved_records import SavedHome
 from swapper import StorageCorrupt, StorageFull, StoreLocked, StoreMissing
 
 PROGRAMS = {
@@ -731,3 +735,44 @@ def test_an_engine_that_was_half_loaded_is_of_no_use(tmp_path: Path, monkeypatch
             getattr(engine, f"load_{kind}")(tmp_path / "saved")
         with pytest.raises(OffloadError, match=r"half loaded|no more memory"):
             train(engine, 3)
+
+
+@pytest.mark.parametrize("ends_in", ["loader", "forward"])
+def test_a_run_that_ends_before_its_next_step_leaves_what_it_has_gone_on_from(tmp_path, ends_in):
+    """The next batch was drawn, and dropout's numbers: who resumes draws them again."""
+
+    def run(num_steps: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+        with contextlib.suppress(KeyboardInterrupt), OffloadEngine(model, lr=1e-2, nvme_path=tmp_path, durable=1) as it:
+            it.load_checkpoint()
+            left = torch.get_rng_state()
+            for _ in range(num_steps):
+                it.backward(it(torch.randn(2, 8)).sum())
+                it.step()
+                left = torch.get_rng_state()
+            inputs = torch.randn(2, 8)
+            if ends_in == "forward":
+                it(inputs)
+            raise KeyboardInterrupt
+        return left
+
+    left = run(2)
+    assert torch.equal(run(0), left) and torch.equal(run(0), left)
+
+
+def test_ctrl_c_comes_when_the_transfers_of_a_saved_record_are_over():
+    """Their memory may go with it, and a checksum would be worked out over what is no more there: SIGSEGV."""
+    waited = []
+
+    class Source:
+        extents = [SimpleNamespace(nbytes=4096)] * 3
+
+        def read(self, *_: object) -> SimpleNamespace:
+            number = len(waited)
+            signal.raise_signal(signal.SIGINT)  # the transfer has begun, and nobody has its ticket yet
+            return SimpleNamespace(wait=lambda: waited.append(number))
+
+    with pytest.raises(KeyboardInterrupt):
+        SavedHome(Source(), range(3), BaseFiles((), ())).read(0)
+    assert len(waited) == 3

@@ -103,6 +103,19 @@ def hold_updates_until_the_end(engine: OffloadEngine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(updater.pipeline, "stop", stopped)
 
 
+def test_the_error_of_the_program_is_not_replaced_by_torchs_of_memory_at_the_end(tmp_path: Path, monkeypatch):
+    """The same lack of memory, most likely, meets the model's own weights."""
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    engine = small(tmp_path)
+    train(engine, 1)
+    monkeypatch.setattr("offload.session.OrdinaryParameters", no_memory)
+    with pytest.raises(ValueError, match="of the program"), engine:
+        raise ValueError("of the program")
+
+
 def test_steps_that_go_with_the_weights_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     engine = small(tmp_path)
     train(engine, 1)

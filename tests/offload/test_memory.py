@@ -8,7 +8,7 @@ import torch
 
 from offload import OffloadEngine
 from offload.assembly import tiers
-from offload.memory import copy_memory, interleave, on_cpu, resident_bytes
+from offload.memory import cgroup_limits, copy_memory, interleave, on_cpu, resident_bytes
 from offload.torch_internals import function_modes
 
 
@@ -63,3 +63,31 @@ def test_tensors_are_made_on_the_cpu_whatever_the_default_device_is():
         assert torch.empty(1).device.type == "cpu"
     with on_cpu():
         assert torch.empty(1).device.type == "cpu" and not function_modes()
+
+
+def _files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_limits_of_nested_memory_cgroups_are_found_and_pages_of_files_count_as_free(tmp_path: Path):
+    """A container that has read more files than its limit has pages of them in all of it."""
+    stat = "anon 100\nfile 850\nshmem 50\ninactive_anon 60\nactive_anon 90\ninactive_file 500\nactive_file 300\n"
+    own, outer = "sys/fs/cgroup/pod/job", "sys/fs/cgroup/pod"
+    _files(tmp_path, {"proc/self/cgroup": "0::/pod/job\n"})
+    _files(tmp_path, {f"{own}/{name}": text for name, text in {"memory.max": "max\n", "memory.high": "900\n"}.items()})
+    _files(tmp_path, {f"{own}/memory.current": "880\n", f"{own}/memory.stat": stat})
+    _files(tmp_path, {f"{outer}/memory.max": "1000\n", f"{outer}/memory.high": "max\n"})
+    _files(tmp_path, {f"{outer}/memory.current": "990\n", f"{outer}/memory.stat": stat})
+    assert [*cgroup_limits(tmp_path)] == [(tmp_path / own, 900, 80), (tmp_path / outer, 1000, 190)]
+
+
+def test_limits_of_the_older_memory_cgroups_count_groups_within(tmp_path: Path):
+    """In a container the process's path is the host's, and its own group is at the top of what is mounted."""
+    stat = "inactive_file 1\nactive_file 1\ntotal_inactive_file 500\ntotal_active_file 300\n"
+    top = "sys/fs/cgroup/memory"
+    _files(tmp_path, {"proc/self/cgroup": "4:memory:/docker/0123\n3:cpu:/docker/0123\n0::/\n"})
+    _files(tmp_path, {f"{top}/memory.limit_in_bytes": "1000\n", f"{top}/memory.usage_in_bytes": "990\n"})
+    _files(tmp_path, {f"{top}/memory.stat": stat})
+    assert [*cgroup_limits(tmp_path)] == [(tmp_path / top, 1000, 190)]

@@ -105,6 +105,23 @@ def test_threads_that_the_system_does_not_give_are_a_limit_of_the_process(monkey
         OffloadEngine(tiny.Tiny())
 
 
+def test_a_thread_for_notes_that_the_system_does_not_give_is_one_too(tmp_path: Path, monkeypatch):
+    """Who is told of the first transfer needs a thread; so does a pool of the standard library."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("aio_ext.notify.start_new_thread", refuse)
+        patch.setattr("aio_ext.notify._of_thread", {})
+        with pytest.raises(OffloadError, match="ulimit -u"):
+            create_store([tmp_path], None, [4096])
+    with pytest.raises(OffloadError, match="ulimit -u"), named("making the engine"):
+        refuse()
+    with pytest.raises(RuntimeError, match=r"^another$"), named("making the engine"):
+        raise RuntimeError("another")
+
+
 def test_an_instruction_set_that_is_none_is_one_error():
     program = "import importlib; from offload.kernels import _native; importlib.reload(_native)"
     found = forked.run(program, OFFLOAD_ISA="bogus")

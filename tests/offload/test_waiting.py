@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from interrupted import at_every_point
 from aio_ext.latch import Latch
 from offload import waiting
 from offload.errors import WaitTimeout
-from offload.waiting import Failure, Job, Monitor, Worker
+from offload.waiting import DaemonThread, Failure, Job, Monitor, Worker
 from swapper import OffloadError, StorageIOError
 
 FOREVER_S = 20.0
@@ -378,3 +379,26 @@ def test_a_worker_whose_thread_does_not_begin_says_so_and_has_no_end_to_wait_for
     worker.submit(lambda: made.append(True)).wait(lambda: "a call")
     worker.finish()
     assert made == [True]
+
+
+def test_a_thread_that_finds_no_memory_to_begin_with_is_one_that_the_system_does_not_give(monkeypatch):
+    """CPython tells nobody of it, and would wait for its sign for ever."""
+    begun: list[threading.Thread] = []
+    bootstrap = threading.Thread._bootstrap
+    monkeypatch.setattr(threading.Thread, "_bootstrap", lambda thread: begun.append(thread))
+    monkeypatch.setattr("offload.waiting._BEGIN_S", 0.05)
+    made: list[int] = []
+    with pytest.raises(OffloadError, match="ulimit -u"):
+        Worker("lost").submit(lambda: made.append(1))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        DaemonThread(lambda: made.append(2), "lost").start()
+    monkeypatch.undo()
+    late = threading.Thread(target=bootstrap, args=(begun[-1],))
+    late.start()
+    late.join(30)
+    assert made == [], "who has given it up goes on without it"
+    DaemonThread(lambda: made.append(3), "in order").start()
+    deadline = time.monotonic() + 30
+    while not made and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert made == [3]

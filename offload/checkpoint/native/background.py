@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from aio_ext.latch import Latch
 from offload.checkpoint.native.folder import SavingDirectory
 from offload.errors import warn
 from offload.interrupts import held_back
-from offload.waiting import Deadline, Failure
+from offload.waiting import DaemonThread, Deadline, Failure
 from swapper import DurableStore, OffloadError, StorageError, copy_generation
 from swapper.errors import failed
 
@@ -47,9 +48,7 @@ class BackgroundCopy:
         may be under way: see ``wait``."""
         self._name = str(directory.target)
         self._over = Latch()
-        self._thread = threading.Thread(
-            target=self._run, args=(generation, directory, then), name="offload-checkpoint", daemon=True
-        )
+        self._thread = DaemonThread(partial(self._run, generation, directory, then), "offload-checkpoint")
         try:
             with held_back():
                 self._thread.start()
@@ -93,8 +92,7 @@ class BackgroundCopy:
     def _try(self, generation: int, directory: SavingDirectory, then: Callable[[], None]) -> str:
         """Copy, and say what went wrong."""
         try:
-            self._copy(generation, directory)
-            then()
+            self._copy(generation, directory, then)
         except _GivenUp:
             return f"checkpoint {self._name} was not finished: the program is to end"
         except Exception as error:
@@ -105,11 +103,12 @@ class BackgroundCopy:
             return f"{error}\nThe next save_checkpoint, load_checkpoint or close raises this"
         return ""
 
-    def _copy(self, generation: int, directory: SavingDirectory) -> None:
+    def _copy(self, generation: int, directory: SavingDirectory, then: Callable[[], None]) -> None:
         try:
             with directory.unfinished() as folder:
                 copy_generation(self._store, generation, folder, self._passed)
                 directory.publish(folder)
+            then()
         except OSError as error:
             raise failed(f"saving the checkpoint {self._name}", error) from error
 

@@ -20,6 +20,7 @@ from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.saved_layout import Source, saved_kernel_rule, saved_unit
 from offload.checkpoint.native.saved_units import SavedUnit
 from offload.dtypes import BY_PRECISION
+from offload.interrupts import held_back
 from offload.optim.formats import Formats, master_bytes
 from offload.optim.rule import TileBytes
 from offload.units import UnitSpec
@@ -159,7 +160,7 @@ class _Room:
         if self._holds != numbers:
             first = self.room_for(sum(extent.nbytes for extent in extents))
             self._addresses = list(accumulate((extent.nbytes for extent in extents[:-1]), initial=first))
-            with waiting() as tickets:
+            with held_back(), waiting() as tickets:  # as in ``SavedHome.read``
                 for extent, address in zip(extents, self._addresses, strict=True):
                     tickets.append(source.read(extent, address, extent.nbytes))
             self._holds = numbers

@@ -17,6 +17,7 @@ from offload.checkpoint.native.saved_layout import Source, saved_kernel_rule, sa
 from offload.checkpoint.native.saved_units import SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
 from offload.elements import Layout, Loan
+from offload.interrupts import held_back
 from offload.memory import tensor_at
 from offload.optim.formats import Formats, master_bytes
 from offload.optim.rule import TileLayout, TilePart
@@ -39,9 +40,10 @@ class SavedHome(Home):
         super().__init__(max([stored, *(align(part.offset + part.nbytes) for part in in_files)]))
 
     def read(self, address: int) -> None:
-        """Bring the record to memory at ``address``."""
+        """Bring the record to memory at ``address``. Ctrl-C comes when all transfers are over: the memory may go with
+        it."""
         at = address
-        with waiting() as tickets:
+        with held_back(), waiting() as tickets:
             for extent in self._extents:
                 tickets.append(self._source.read(extent, at, extent.nbytes))
                 at += extent.nbytes

@@ -2,12 +2,13 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
-#include <thread>
 
 #include "floats.h"
+#include "threads.h"
 
 namespace offload {
 namespace {
@@ -32,9 +33,9 @@ class Pool {
   void run(Job& job, std::size_t num_helpers) {
     {
       const std::lock_guard lock(mutex_);
-      for (; num_threads_ < num_helpers; ++num_threads_) std::thread(&Pool::help, this).detach();
+      while (num_threads_ < num_helpers && try_detach([this] { help(); })) ++num_threads_;
       job_ = &job;
-      helpers_wanted_ = num_helpers;
+      helpers_wanted_ = std::min(num_helpers, num_threads_);
     }
     wake_.notify_all();
     job.run();

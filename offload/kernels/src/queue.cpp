@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <deque>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "floats.h"
+#include "threads.h"
 
 namespace offload {
 
@@ -68,9 +68,15 @@ std::shared_ptr<Work> Queue::submit(std::size_t num_blocks, std::size_t num_thre
     return work;
   }
   {
-    const std::lock_guard lock(state_->mutex);
-    for (; state_->num_threads < work->num_threads_; ++state_->num_threads)
-      std::thread(&Queue::serve, state_, state_->num_threads).detach();
+    std::unique_lock lock(state_->mutex);
+    const auto begin = [&] { return try_detach([state = state_, thread = state_->num_threads] { serve(state, thread); }); };
+    while (state_->num_threads < work->num_threads_ && begin()) ++state_->num_threads;
+    if (state_->num_threads == 0) {  // the caller does it
+      lock.unlock();
+      const DefaultFloats floats;
+      run(*state_, *work);
+      return work;
+    }
     state_->works.push_back(work);
   }
   state_->submitted.notify_all();
