@@ -19,6 +19,7 @@ from typing import Any
 from offload.access import ExternalAccess
 from offload.checkpoint import program_end
 from offload.checkpoint.every_rank import if_every_rank, on_every_rank
+from offload.checkpoint.followers import Followers
 from offload.checkpoint.native.commit import Committer, Publication
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
@@ -89,6 +90,7 @@ class Checkpoints:
         """A step waits for its boundary, to be committed; or the first forward is to warn of what it replaces."""
         self._feed: dict[str, Any] | None = None
         """Source of batches, as it was when the last step returned. Known with ``durable`` only."""
+        self._followers = Followers()
         self._signals = Signals()
         self._committed_step = 0
         self.saved = SavedSteps(config, run.progress)
@@ -124,6 +126,7 @@ class Checkpoints:
         self.generations.step_taken(step)
         if self._config.durable:
             self._feed = self._present_feed()
+            self._followers.step_taken(self._objects)
             self.is_due = self._run.progress.global_step % self._config.durable == 0
 
     def step_skipped(self) -> None:
@@ -134,6 +137,7 @@ class Checkpoints:
         """The first call into the engine after a step: commit it, if that is due."""
         if self._config.durable:
             self._signals.watch()
+            self._followers.pass_boundary(self._objects)
         if self._unclaimed is not None:
             warn(
                 f"nvme_path holds step {self._unclaimed.run['step']} of an earlier run: engine.load_checkpoint() goes "
@@ -162,6 +166,8 @@ class Checkpoints:
         feed = self._feed or self._present_feed()
         description = self._describe(feed, None, self._own_units, self._moment)
         description.run.update(gradients={}, num_backwards=0, has_other_gradients=False)
+        if missed := self._followers.missed(self._objects):
+            description.run["missed"] = missed
         return replace(description, updates=tuple(updates)).encode()
 
     def _warn_of_newcomers(self) -> None:
@@ -394,6 +400,12 @@ class Checkpoints:
                     f"a registered {type(item).__name__} does not take the state that the checkpoint has: {error!r}",
                     survives="Weights, optimizer states and what was registered before it are the checkpoint's.",
                 ) from error
+        missed = description.run.get("missed", ())
+        for kind in (type(item).__name__ for number, item in enumerate(self._objects) if number in missed):
+            warn(
+                f"the run ended between step {self._run.progress.global_step} and the {kind}.step() that follows each "
+                "step: call it once now, or its rates are a step late from here on"
+            )
         if description.run["random"] is not None:
             set_random_states(description.run["random"], self._access.device)
         if self._config.durable:  # a run that ends before its next step commits what it has gone on from

@@ -140,6 +140,7 @@ RUN: Kind[dict[str, Any]] = Record(
         "accumulation_steps": _COUNT,
         "identity": Text(64),
         "moment": Text(64),
+        "missed": ListOf(_COUNT, make=list),
         "shared": _SHARED,
         "buffers": MapOf(_Tensor()),
         "extra": MapOf(ANY),

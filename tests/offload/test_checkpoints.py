@@ -776,3 +776,27 @@ def test_ctrl_c_comes_when_the_transfers_of_a_saved_record_are_over():
     with pytest.raises(KeyboardInterrupt):
         SavedHome(Source(), range(3), BaseFiles((), ())).read(0)
     assert len(waited) == 3
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_a_scheduler_that_ctrl_c_came_before_is_told_of(tmp_path: Path, is_stepped: bool):
+    """Its rates would be a step late."""
+
+    def run(num_steps: int) -> None:
+        engine = OffloadEngine(make_model(), nvme_path=tmp_path, durable=1, lr=1e-3)
+        with contextlib.suppress(KeyboardInterrupt), engine:
+            scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2)
+            engine.register_for_checkpointing(scheduler)
+            engine.load_checkpoint()
+            for number in range(1, num_steps + 1):
+                train(engine, number)
+                if number < num_steps or is_stepped:
+                    scheduler.step()
+            raise KeyboardInterrupt
+
+    run(3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(0)
+    told = [each for each in said if "the run ended between step 3 and the StepLR.step()" in str(each.message)]
+    assert len(told) == (not is_stepped)
