@@ -199,6 +199,18 @@ def parameters_in_attribute(optimizer, group, params, factors):
     optimizer.params = params
 
 
+def slowed_by_id(optimizer, group, params, factors):
+    for p in params:
+        factors[p] *= optimizer.slowed.get(id(p), 1.0)
+
+
+def _slow_the_first(optimizer):
+    optimizer.slowed = {id(optimizer.param_groups[0]["params"][0]): 0.5}
+
+
+slowed_by_id.at_start = _slow_the_first
+
+
 class Packed(torch.Tensor):
     """A kind of tensor that a library keeps states in."""
 
@@ -218,5 +230,6 @@ TOGETHER = {
     learnt_step_size: "option 'd' of group 0 depended on",
     states_in_group: "keeps parameters, or states of them, in its group option 'of'",
     kept_on_parameter: "attribute of a parameter",
+    slowed_by_id: r"knows parameters by their id\(\) in its attribute 'slowed'",
     parameters_in_attribute: "keeps parameters, or states of them, in its attribute 'params'",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +55,12 @@ class _Memo(dict[int, Any]):
             raise _HoldsParameter
         return super().get(key, default)
 
+    def has_ids(self, value: Any) -> bool:
+        """An ``id()`` of one of the optimizer's parameters is in ``value``, a copy, or in what was copied before it. A
+        twin of the optimizer has parameters of other ids, and would find nothing under theirs."""
+        parts = (part for made in ([value], *self.values()) for part in gc.get_referents(made))
+        return any(type(part) is int and part in self._held for part in parts)
+
 
 class _HoldsParameter(Exception):
     pass
@@ -75,7 +82,7 @@ class SharedState:
         libraries put objects of their own on an optimizer.
 
         Raises ``ConfigError`` for one that keeps parameters, or what cannot be copied, elsewhere than in
-        ``group["params"]`` and ``state[parameter]``."""
+        ``group["params"]`` and ``state[parameter]``, and for one that knows parameters by ``id()``."""
         name = type(optimizer).__name__  # of the class that the user has given, also where it is the engine's
         memo = _Memo(
             (id(parameter) for group in optimizer.param_groups for parameter in group["params"]),
@@ -87,12 +94,16 @@ class SharedState:
                 kind = "optimizer" if isinstance(value, torch.optim.Optimizer) else "module"
                 raise ConfigError(cannot(name, f"it keeps another {kind}, a {type(value).__name__}, in its {what}"))
             try:
-                return copy.deepcopy(value, memo)
+                made = copy.deepcopy(value, memo)
             except _HoldsParameter:
                 raise ConfigError(cannot(name, f"it keeps parameters, or states of them, in its {what}")) from None
             except Exception as error:  # a class of the user's may raise anything
                 why = f"its {what} cannot be copied for a trial ({type(error).__name__}: {error})"
                 raise ConfigError(cannot(name, why)) from error
+            if memo.has_ids(made):
+                why = f"it knows parameters by their id() in its {what}: options of some of them belong into a group"
+                raise ConfigError(cannot(name, why))
+            return made
 
         attributes = vars(optimizer)
         names = [name for name in attributes if name not in of_torch() | _OF_OTHERS]

@@ -472,3 +472,78 @@ def group_skipped(place):
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     return found, values(engine.module)
+
+
+class _Table:
+    """Options of some parameters, as a library keeps them beside the optimizer."""
+
+    def __init__(self):
+        self.of = {}
+
+
+class _ByTable(torch.optim.SGD):
+    def __init__(self, params, table, **options):
+        super().__init__(params, **options)
+        self.table = table
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-self.table.of.get(id(p), group["lr"]))
+
+
+def _by_table(place, given_before):
+    model, table = small(), _Table()
+    if given_before:
+        table.of[id(model.head.weight)] = 0.5
+    engine = place.wrap(model, optimizer=_ByTable(model.parameters(), table, lr=0.01))
+    found = train(engine)
+    table.of[id(engine.module.embed.weight)] = 0.3
+    return found, train(engine), values(engine.module)
+
+
+@family.refused("rates of some parameters in a table by their `id()`, beside the optimizer", r"id\(\).*group")
+def rates_by_id(place):
+    return _by_table(place, True)
+
+
+@family.refused("the same, put into the table after two steps", r"id\(\).*group")
+def rates_by_id_later(place):
+    return _by_table(place, False)
+
+
+def _bitsandbytes(place, override):
+    from bitsandbytes.optim import AdamW, GlobalOptimManager
+
+    manager, model = GlobalOptimManager.get_instance(), small()
+    manager.initialize()
+    override(manager, model)
+    engine = place.wrap(model, optimizer=AdamW(model.parameters(), lr=0.01, optim_bits=8, min_8bit_size=1024))
+    return train(engine), values(engine.module)
+
+
+@family.refused(
+    "bitsandbytes' `override_config` of one weight: another rate", r"id\(\).*group", needs=("bitsandbytes",)
+)
+def bitsandbytes_override(place):
+    return _bitsandbytes(place, lambda manager, model: manager.override_config(model.head.weight, "lr", 0.1))
+
+
+@family.refused(
+    "bitsandbytes' `register_parameters` and `override_config`: one weight's states have 32 bits",
+    r"id\(\).*group",
+    needs=("bitsandbytes",),
+)
+def bitsandbytes_registered(place):
+    def override(manager, model):
+        manager.register_parameters(model.parameters())
+        manager.override_config(model.head.weight, "optim_bits", 32)
+
+    return _bitsandbytes(place, override)
+
+
+@family.works("bitsandbytes' AdamW with states in 8 bits, no parameter apart", needs=("bitsandbytes",))
+def bitsandbytes_in_8_bits(place):
+    return _bitsandbytes(place, lambda manager, model: None)
