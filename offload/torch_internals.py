@@ -113,6 +113,12 @@ without_function_mode: Callable[[], AbstractContextManager[Any]] = found(torch.o
 without_dispatch_mode: Callable[[], AbstractContextManager[Any]] = found(_python_dispatch, "_pop_mode_temporarily")
 _transforms: Callable[[], Any] = found(torch._C._functorch, "peek_interpreter_stack")
 
+HOOKS_OF_ALL_FORWARDS: tuple[dict[int, Any], ...] = (
+    found(torch.nn.modules.module, "_global_forward_pre_hooks"),
+    found(torch.nn.modules.module, "_global_forward_hooks"),
+)
+"""Those of ``register_module_forward_hook`` and its like, by their numbers."""
+
 num_listening_modes: Callable[[], int] = found(torch._C, "_len_torch_dispatch_stack")
 """The number of ``TorchDispatchMode`` that see the operations of this thread."""
 

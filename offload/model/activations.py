@@ -138,6 +138,7 @@ class OffloadedTensors(SavedTensors):
     def _can_be_copied(self, tensor: torch.Tensor) -> bool:
         return (
             tensor.layout is torch.strided
+            and not tensor.is_nested
             and tensor.device == self._pool.copies.device
             and not tensor.is_complex()
             and not tensor.is_quantized

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
-from types import FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 
 from offload.model.containers import CONTAINERS, items_of, length_of
 from offload.model.moving import PLAIN, mark_of, slots_of
-from offload.model.named import MISSING, is_of_others, outside_of
+from offload.model.named import CALLED, MISSING, Variable, is_of_others, may_change, outside_of, variables_of_call
 from offload.model.own_writes import bytes_hash, has_bytes
 from offload.model.recompute import RecomputedForward
 from offload.model.unit_in_model import UnitInModel
@@ -35,7 +35,7 @@ _DERIVED = {"_flat_weights", "_flat_weight_refs"}
 before."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Names of what each module has."""
-_OTHERS = (torch.Tensor, type, ModuleType, FunctionType, MethodType, RecomputedForward)
+_OTHERS = (torch.Tensor, type, ModuleType, RecomputedForward)
 """Types of values whose attributes are not searched."""
 _FUNCTION = "function or hook of a module"
 _ITEMS_MAX = 1000
@@ -110,12 +110,15 @@ class Attributes:
         }
         """Of each module of torch's own in a unit: see [Note: Buffers of torch's own modules]."""
         self._known = {module: self._of(module) for module in seen}
-        self._objects: dict[int, tuple[Any, Known]] = {}
+        self._objects: dict[int, tuple[Any, Sequence[Variable], Known]] = {}
+        """Objects and functions by their ``id``, each with the variables that a call of it finds."""
+        self._of_kinds: dict[type, tuple[Variable, ...]] = {}
+        """See ``outside_of``."""
         self.of_threads = False
         """Somebody keeps something for each thread by itself."""
         for known in list(self._known.values()):
             self._find_objects(known.values, _LEVELS)
-        self._variables = outside_of(list(seen), {})
+        self._variables = outside_of(list(seen), self._of_kinds)
         self._outside = self._of_outside()
         self._find_objects(self._outside.values, _LEVELS)
 
@@ -133,10 +136,10 @@ class Attributes:
                 self._known[module] = now
                 self._find_objects(now.values, _LEVELS)
                 found = type(module).__name__
-        for key, (item, known) in list(self._objects.items()):
-            now = _of_object(item)
+        for key, (item, variables, known) in list(self._objects.items()):
+            now = _of_object(item, variables)
             if not now.is_as(known):
-                self._objects[key] = item, now
+                self._objects[key] = item, variables, now
                 self._find_objects(now.values, _LEVELS)
                 found = type(item).__name__
         now = self._of_outside()
@@ -176,7 +179,7 @@ class Attributes:
             yield from known.values
 
     def _holders(self) -> Iterator[Known]:
-        return chain(self._known.values(), (known for _, known in self._objects.values()), [self._outside])
+        return chain(self._known.values(), (known for *_, known in self._objects.values()), [self._outside])
 
     def _candidates(self, units: Iterable[UnitInModel]) -> Iterator[nn.Module]:
         yield from self._around
@@ -228,10 +231,7 @@ class Attributes:
 
     def _of_outside(self) -> Known:
         """What functions and hooks of modules find outside of them."""
-        known = Known()
-        for get, _ in self._variables:
-            known.add(get())
-        return known
+        return _of_variables(self._variables, Known())
 
     def _find_module(self, module: nn.Module) -> None:
         """A module that is not in the model."""
@@ -239,6 +239,12 @@ class Attributes:
             self._around.append(module)
             self._known[module] = known = self._of(module)
             self._find_objects(known.values, _LEVELS)
+
+    def _of_call(self, value: Any) -> Sequence[Variable]:
+        """Variables that a call of it finds, if it can be called."""
+        if not callable(value):
+            return ()
+        return [variable for variable in variables_of_call(value, self._of_kinds) if may_change(variable[0]())]
 
     def _find_objects(self, values: Iterable[Any], levels: int) -> None:
         for value in values:
@@ -249,21 +255,29 @@ class Attributes:
                 continue
             if type(value) in PLAIN or isinstance(value, _OTHERS) or id(value) in self._objects:
                 continue
-            if is_of_others(value) or not (hasattr(value, "__dict__") or slots_of(type(value))):
+            variables = self._of_call(value)
+            is_object = hasattr(value, "__dict__") or slots_of(type(value))
+            if not variables and (isinstance(value, CALLED) or is_of_others(value) or not is_object):
                 continue
             if len(self._objects) < _ITEMS_MAX:
-                known = _of_object(value)
-                self._objects[id(value)] = value, known
+                known = _of_object(value, variables)
+                self._objects[id(value)] = value, variables, known
                 if levels:
                     self._find_objects(known.values, levels - 1)
 
 
-def _of_object(item: Any) -> Known:
+def _of_object(item: Any, variables: Sequence[Variable]) -> Known:
     known = Known()
     for value in list(getattr(item, "__dict__", {}).values()):
         known.add(value)
     for name in slots_of(type(item)):
         known.add(getattr(item, name, MISSING))
+    return _of_variables(variables, known)
+
+
+def _of_variables(variables: Iterable[Variable], known: Known) -> Known:
+    for get, _ in variables:
+        known.add(get())
     return known
 
 

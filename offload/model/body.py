@@ -25,10 +25,13 @@ import torch
 from torch import nn
 
 from offload.model.attributes import Known
+from offload.model.containers import CONTAINERS, items_of, length_of
 from offload.model.moving import BYTES_MAX
-from offload.model.named import is_of_library, is_of_others, names_of
+from offload.model.named import CALLED, is_of_library, is_of_others, names_of
 from offload.model.own_writes import bytes_hash, has_bytes
 
+_ITEMS_MAX = 1000
+"""In a larger container no functions are searched."""
 _LEVELS = 3
 """Of functions that call functions, and of objects in objects."""
 _Get = Callable[[], Any]
@@ -42,7 +45,8 @@ class Body:
     def __init__(self, function: Any, items: Any, own: Callable[[nn.Module], bool]) -> None:
         """``own`` modules are those of the engine's model, which others look at."""
         self._own = own
-        self._read: dict[str, _Get] = {}
+        self._read: list[tuple[str, _Get]] = []
+        """Several functions may have one name for something of their own."""
         self._seen: set[int] = set()
         self._look_at(function, _LEVELS)
         if isinstance(items, GeneratorType) and items.gi_frame is not None:
@@ -55,10 +59,11 @@ class Body:
         """The name of what was moved since this was asked; None if nothing was."""
         now = self._now()
         before, self._known = self._known, now
-        return next((name for name, known in now.items() if not known.is_as(before[name])), None)
+        pairs = zip(self._read, now, before, strict=True)
+        return next((name for (name, _), known, other in pairs if not known.is_as(other)), None)
 
-    def _now(self) -> dict[str, Known]:
-        return {name: self._mark(get()) for name, get in self._read.items()}
+    def _now(self) -> list[Known]:
+        return [self._mark(get()) for _, get in self._read]
 
     def _mark(self, value: Any) -> Known:
         known = Known()
@@ -130,12 +135,16 @@ class Body:
 
     def _find(self, name: str, get: _Get, levels: int) -> None:
         value = get()
-        if isinstance(value, (FunctionType, MethodType, partial)):
+        if isinstance(value, CALLED):
             self._look_at(value, levels - 1)
         elif not isinstance(value, (type, ModuleType, BuiltinFunctionType)) and (
             not is_of_others(value) or _has_versions(value)
         ):
-            self._read[name] = get
+            self._read.append((name, get))
+            if isinstance(value, CONTAINERS) and length_of(value) <= _ITEMS_MAX:
+                for item in items_of(value):
+                    if isinstance(item, CALLED):
+                        self._look_at(item, levels - 1)
 
 
 def _is_object(value: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.device.protocol import Device
+from offload.model.handle import Handle
 from offload.torch_internals import top_saved_tensors_hooks
 
 
@@ -97,7 +98,7 @@ class ForwardCosts(Unmeasured):
         seen = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
 
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.layout is torch.strided and not self.is_weight(tensor):
+            if tensor.layout is torch.strided and not isinstance(tensor, Handle) and not self.is_weight(tensor):
                 storage = tensor.untyped_storage()
                 seen[storage._cdata] = storage.nbytes()
             return pack_below(tensor)

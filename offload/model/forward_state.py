@@ -1,14 +1,15 @@
 """The state that a forward finds beside weights and inputs: what a second run of it must find as the first one did.
 
-[Note: Outside of modules] Functions of the modules' classes, and forward hooks on the modules, may count or keep
+[Note: Outside of modules] Functions of the modules' classes, forward hooks, functions that stand in attributes, in
+containers or among the arguments, and modes of torch (``TorchFunctionMode``, ``TorchDispatchMode``) may count or keep
 something in variables of closures, globals and Python's modules, in attributes of classes, in modules elsewhere, and in
 objects that they are bound to. These are as before in a second run, too. What others do to them between the runs is
 their own affair.
 
 [Note: What moves in place] An iterator gives what comes next, and is the same object. Where the first run may move one,
 a copy from before it stands in its place in the second run; a file is set back; an array gets its bytes back. A
-generator cannot be had again. A second run moves what stands there, too, and a graph that is retained has several: each
-of them has a copy of its own.
+generator cannot be had again, nor an iterator in a tuple. A second run moves what stands there, too, and a graph that
+is retained has several: each of them has a copy of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from __future__ import annotations
 import gc
 import io
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from operator import is_
 from typing import Any
 
@@ -29,8 +31,18 @@ from offload.errors import ConfigError
 from offload.model.containers import CHANGING, CONTAINERS, content_of, items_of, kind_of, length_of
 from offload.model.draws import Generators
 from offload.model.moving import PLAIN, bytes_of, copied, is_iterator, mark_of, place_of, slots_of
-from offload.model.named import MISSING, Variable, is_of_others, outside_of
+from offload.model.named import (
+    CALLED,
+    MISSING,
+    Variable,
+    is_of_others,
+    may_change,
+    outside_of,
+    variables_from,
+    variables_of_call,
+)
 from offload.model.own_writes import bytes_hash, has_bytes
+from offload.torch_internals import dispatch_modes, function_modes
 from swapper import OffloadError
 
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
@@ -41,6 +53,8 @@ _OTHERS = (torch.Tensor, type, types.ModuleType, types.FunctionType, types.Metho
 _LEVELS = 3
 """Of objects in objects."""
 _OBJECTS_MAX = 10_000
+_MODULES_MAX = 100
+"""Modules in a module that is elsewhere."""
 _OUTSIDE_MAX = 1000
 """Items of a container outside of modules: a larger one is not copied before each forward."""
 _COPIED_BYTES = 1 << 20
@@ -54,12 +68,16 @@ class State:
     def __init__(
         self,
         module: nn.Module,
-        arguments: Sequence[Any],
+        arguments: list[Any],
         name: str,
         of_kinds: dict[type, tuple[Variable, ...]] | None = None,
+        tensors: Sequence[torch.Tensor] = (),
     ) -> None:
-        """``of_kinds`` is where ``outside_of`` keeps what it has found of classes for the next state of the module."""
+        """``of_kinds`` is where what was found of classes is kept for the next state of the module. ``arguments`` are
+        what a second run is called with: while it goes on, an iterator among them is another one. ``tensors`` are
+        arguments, too."""
         self._name = name
+        self._of_kinds = {} if of_kinds is None else of_kinds
         self._generators = Generators()
         self._known: dict[int, tuple[Any, Any]] = {}
         """Containers, each with a copy, by their ``id``."""
@@ -73,6 +91,10 @@ class State:
         """Their names and marks."""
         self._variables: list[tuple[Variable, Any]] = []
         """Those outside of modules, slots of objects, and places in files, each with its value."""
+        self._called: set[Any] = set()
+        """Those that were looked into, and classes of objects that can be called."""
+        self._movers: set[int] = set()
+        """Iterators that a copy can take the place of, by their ``id``."""
         self._outside: set[int] = set()
         """Containers outside of modules, and of objects in objects, by their ``id``."""
         self._arrays: list[tuple[memoryview, bytes]] = []
@@ -89,9 +111,16 @@ class State:
             self._know_slots(each, _LEVELS + 1, copied=True, items_max=_OBJECTS_MAX)
             for parameter in each.parameters(recurse=False):
                 self._known[id(vars(parameter))] = vars(parameter), content_of(vars(parameter))
-        for argument in arguments:
+        for place, argument in enumerate(arguments):
+            if is_iterator(argument):
+                self._know_variable((partial(arguments.__getitem__, place), partial(arguments.__setitem__, place)))
             self._look_into(argument, num_levels=_OBJECTS_MAX)
-        self._look_outside(modules, {} if of_kinds is None else of_kinds)
+        for tensor in tensors:
+            self._look_into(tensor, num_levels=_OBJECTS_MAX)
+        self._look_outside(outside_of(modules, self._of_kinds))
+        of_modes = [mode.__torch_function__ for mode in function_modes()]
+        of_modes += [mode.__torch_dispatch__ for mode in dispatch_modes()]
+        self._look_outside(variables_from(of_modes))
 
     def compare(self) -> None:
         """The first run is over. Raises ``ConfigError``."""
@@ -171,13 +200,23 @@ class State:
             return values  # kernels change statistics behind the version
         return tensor
 
-    def _look_outside(self, modules: Sequence[nn.Module], of_kinds: dict[type, tuple[Variable, ...]]) -> None:
-        """Know what functions of the modules' classes, and hooks of their forwards, find outside of modules."""
+    def _look_outside(self, variables: Iterable[Variable]) -> None:
+        """Know what functions find outside of modules."""
         inside = set(self._known)
-        for variable in outside_of(modules, of_kinds):
+        for variable in variables:
+            if not may_change(value := variable[0]()):
+                continue
             self._know_variable(variable)
-            self._look_into(variable[0](), num_levels=_LEVELS, copied=True, items_max=_OUTSIDE_MAX)
+            self._look_into(value, num_levels=_LEVELS, copied=True, items_max=_OUTSIDE_MAX)
         self._outside |= set(self._known) - inside
+
+    def _look_into_call(self, called: Any) -> None:
+        """What a call of it finds outside of modules: of a function, or of an object by its class."""
+        key = called if isinstance(called, CALLED) else type(called)
+        if key in self._called:
+            return
+        self._called.add(key)
+        self._look_outside(variables_of_call(called, self._of_kinds))
 
     def _know_variable(self, variable: Variable) -> None:
         value = variable[0]()
@@ -185,6 +224,8 @@ class State:
             self._tensors_outside.append((variable, value, version_of(value), _small_copy(value)))
             return
         again = copied(value) if is_iterator(value) else None
+        if again is not None:
+            self._movers.add(id(value))
         self._variables.append((variable, value if again is None else self._copy(again)))
 
     def _know(self, container: Any, *, copied: bool) -> None:
@@ -205,6 +246,7 @@ class State:
         if again is None:
             self._generator_marks.append((str(key), iterator, mark_of(iterator)))
         else:
+            self._movers.add(id(iterator))
             self._known[id(container)][1][key] = self._copy(again)
 
     def _look_into(self, value: Any, num_levels: int, *, copied: bool = False, items_max: int = _OBJECTS_MAX) -> None:
@@ -216,6 +258,8 @@ class State:
             self._know_module(value)
             return
         is_object = not isinstance(value, CONTAINERS)
+        if is_object and callable(value) and not isinstance(value, type):
+            self._look_into_call(value)
         if is_object and (not num_levels or isinstance(value, _OTHERS) or self._know_moving(value)):
             return
         is_deep = is_object and num_levels < _LEVELS
@@ -243,11 +287,18 @@ class State:
             self._look_into(variable[0](), num_levels - 1, copied=copied, items_max=items_max)
 
     def _know_module(self, module: nn.Module) -> None:
-        """A module elsewhere, such as the one around: its own attributes and buffers."""
-        for content in (vars(module), module._buffers):
-            if id(content) not in self._known:
-                self._know(content, copied=True)
-                self._outside.add(id(content))
+        """A module elsewhere: attributes and buffers, of those in it as well, and what their functions find. Of a large
+        one, such as the model around, its own alone."""
+        modules = list(islice(module.modules(), _MODULES_MAX + 1))
+        if len(modules) > _MODULES_MAX:
+            modules = [module]
+        modules = [each for each in modules if id(vars(each)) not in self._known]
+        for each in modules:
+            for content in (vars(each), each._buffers):
+                if id(content) not in self._known:
+                    self._know(content, copied=True)
+                    self._outside.add(id(content))
+        self._look_outside(outside_of(modules, self._of_kinds))
 
     def _know_moving(self, value: Any) -> bool:
         """It is an array, a file, a generator or a view of a mapping, and is known now."""
@@ -262,8 +313,10 @@ class State:
         elif isinstance(value, types.MappingProxyType):
             for content in gc.get_referents(value):
                 self._look_into(content, _LEVELS, copied=True, items_max=_OUTSIDE_MAX)
-        else:
-            return is_iterator(value)
+        elif not is_iterator(value):
+            return False
+        elif id(value) not in self._movers:
+            self._generator_marks.append((type(value).__name__, value, mark_of(value)))
         return True
 
 

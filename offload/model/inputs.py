@@ -38,7 +38,7 @@ class Inputs:
             last.wait()
 
     def _bring_leaf(self, item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
+        if not isinstance(item, torch.Tensor) or item.is_meta:  # which has no bytes to bring
             return item
         there, copied = self._processor.bring(item, self._dtypes.get(item.dtype, item.dtype))
         self._last = copied or self._last

@@ -17,11 +17,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from offload.torch_internals import HOOKS_OF_ALL_FORWARDS
+
 Variable: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
 
 MISSING = object()
 """A variable that has no value."""
 FUNCTIONS = (FunctionType, MethodType)
+CALLED = (*FUNCTIONS, partial)
 _FIXED = (nn.Parameter, type, ModuleType, *FUNCTIONS, BuiltinFunctionType, property, classmethod, staticmethod)
 _LEVELS = 3
 """Of functions that name functions."""
@@ -60,7 +63,7 @@ def _through(module: Any, code: CodeType, levels: int = 3) -> Iterator[Variable]
         return
     for name in _attributes_in(code) & vars(module).keys():
         value = vars(module)[name]
-        is_put_there = isinstance(value, (*FUNCTIONS, partial)) and not is_of_library(value)
+        is_put_there = isinstance(value, CALLED) and not is_of_library(value)
         if is_put_there or not is_of_library(module):
             yield partial(vars(module).get, name, MISSING), partial(setattr, module, name)
         yield from _through(value, code, levels - 1)
@@ -79,7 +82,7 @@ def variables_from(functions: Iterable[Any]) -> list[Variable]:
             seen.add(id(function))
             for variable in variables_of(function):
                 value = variable[0]()
-                if isinstance(value, (*FUNCTIONS, partial)):
+                if isinstance(value, CALLED):
                     named.append(value)
                 elif isinstance(value, type) and id(value) not in seen:
                     seen.add(id(value))
@@ -89,6 +92,16 @@ def variables_from(functions: Iterable[Any]) -> list[Variable]:
                     found.append(variable)
         level = [each for each in named if not is_of_library(each)]
     return found
+
+
+def variables_of_call(called: Any, of_kinds: dict[type, tuple[Variable, ...]]) -> Sequence[Variable]:
+    """Those of a function, or of the class of an object that can be called, but for libraries'; see ``outside_of``."""
+    if isinstance(called, CALLED):
+        return () if is_of_library(called) else variables_from([called])
+    kind = type(called)
+    if kind not in of_kinds:
+        of_kinds[kind] = () if is_of_library(kind) else _variables_of_kind(kind)
+    return of_kinds[kind]
 
 
 def _variables_of_kind(kind: type) -> tuple[Variable, ...]:
@@ -118,13 +131,12 @@ def _functions_among(variables: Iterable[Variable]) -> list[FunctionType]:
 
 def outside_of(modules: Sequence[nn.Module], of_kinds: dict[type, tuple[Variable, ...]]) -> list[Variable]:
     """Variables of the functions of their classes, of forwards and functions that stand in them, and of hooks on their
-    forwards; and the attributes of their classes. Those of classes are kept in ``of_kinds``, the caller's own, since
-    they have what closures hold."""
-    hooks = (each for module in modules for each in (module._forward_pre_hooks, module._forward_hooks) if each)
+    forwards and on those of all modules; and the attributes of their classes. Those of classes are kept in
+    ``of_kinds``, the caller's own, since they have what closures hold."""
+    own_hooks = (each for module in modules for each in (module._forward_pre_hooks, module._forward_hooks) if each)
+    hooks = (*HOOKS_OF_ALL_FORWARDS, *own_hooks)
     forwards = (vars(module)["forward"] for module in modules if "forward" in vars(module))
-    standing = (
-        value for module in modules for value in vars(module).values() if isinstance(value, (*FUNCTIONS, partial))
-    )
+    standing = (value for module in modules for value in vars(module).values() if isinstance(value, CALLED))
     functions = chain(
         (getattr(forward, "__wrapped__", forward) for forward in forwards),
         standing,

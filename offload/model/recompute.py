@@ -58,7 +58,7 @@ class RecomputedForward:
         """False: the module's own forward runs once, and what it saves is kept."""
         self.costs = Unmeasured()
         self.of_kinds: dict[type, tuple[Variable, ...]] = {}
-        """Variables of the classes of its modules: see ``outside_of``."""
+        """Variables of the classes of its modules, and of objects: see ``State``."""
         unit.recomputes = unit.own_writes.always_looks = True
         module.forward = self
 
@@ -103,7 +103,7 @@ class RecomputedForward:
         leaves, structure = taken_apart((args, kwargs))
         places: dict[int, list[int]] = {}
         for place, leaf in enumerate(leaves):
-            if type(leaf) in (torch.Tensor, nn.Parameter):
+            if type(leaf) in (torch.Tensor, nn.Parameter) and not leaf.is_inference():  # which no graph keeps
                 places.setdefault(id(leaf), []).append(place)
         tensors = [leaves[first] for first, *_ in places.values()]
         if not any(tensor.requires_grad for tensor in (*tensors, *self.unit.parameters)):
@@ -211,27 +211,31 @@ class _Runs:
         self._ran_in = RanIn()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        args, kwargs = self._again(tensors) if self._given is None else self._given
-        is_first, self._given = self._given is not None, None
+        is_first, given, self._given = self._given is not None, self._given, None
+
+        def forward() -> Any:
+            args, kwargs = self._again(tensors) if given is None else given
+            return self._forward(*args, **kwargs)
+
         versions = [version_of(tensor) for tensor in tensors]
-        output = self._run([*self._leaves, *tensors], lambda: self._forward(*args, **kwargs))
+        output = self._run(tensors, forward)
         if is_first and versions != [version_of(tensor) for tensor in tensors]:
             raise not_to_be_run_again(
                 self._of.unit.spec.name, "writes to its arguments, which a second run would not find as they were"
             )
         return output
 
-    def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
+    def _run(self, tensors: Sequence[torch.Tensor], forward: Callable[[], Any]) -> Any:
         top_hooks_step_aside()
         if self._state is not None:
             with versions_kept():
                 self._of.again(lambda: self._as_first(forward), self._weights)
             return None
-        state = State(self._of.module, arguments, self._of.unit.spec.name, self._of.of_kinds)
+        state = State(self._of.module, self._leaves, self._of.unit.spec.name, self._of.of_kinds, tensors)
         try:
             with (
                 self._of.unit.saved_tensors.above(self._of.unit.spec.name),
-                self._of.costs.first(arguments),
+                self._of.costs.first([*self._leaves, *tensors]),
                 self._of.first_run(),
             ):
                 output = forward()

@@ -734,3 +734,53 @@ def norm_of_the_loop(run):
         found += run.accumulate(engine, [3 * step, 3 * step + 1, 3 * step + 2], body)
         found.append(stepped(engine))
     return found, values(engine.module), values(norm)
+
+
+def counts_and_scales():
+    calls = [0]
+
+    def scaled(x):
+        calls[0] += 1
+        return torch.tanh(x) * (1 + 0.1 * (calls[0] % 5))
+
+    return scaled
+
+
+class FunctionInList(Block):
+    def __init__(self):
+        super().__init__()
+        self.functions = [counts_and_scales()]
+
+    def forward(self, x):
+        return x + self.down(self.functions[0](self.up(x)))
+
+
+@program(family, "a function in a list of the block's counts its calls in a closure, and scales by it", ALL)
+def function_in_list(run):
+    return trained(run, net(FunctionInList))
+
+
+REGISTRY = {}
+
+
+class FunctionInRegistry(Block):
+    def forward(self, x):
+        return x + self.down(REGISTRY["counting"](self.up(x)))
+
+
+@program(family, "a function that counts in a closure is looked up in a global registry", ALL)
+def function_in_registry(run):
+    REGISTRY["counting"] = counts_and_scales()
+    return trained(run, net(FunctionInRegistry))
+
+
+@program(family, "a forward hook of all modules counts its calls, and scales by it", ALL[:3])
+def hook_of_all_modules(run):
+    scaled = counts_and_scales()
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: scaled(output) if isinstance(module, nn.Linear) else None
+    )
+    try:
+        return trained(run, Net)
+    finally:
+        hook.remove()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tiny import Block, Tiny, batches, loss_of
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from offload import ConfigError, OffloadEngine
 from offload.model.body import Body
@@ -235,3 +236,56 @@ def test_what_a_class_closes_over_goes_with_the_model(tmp_path: Path):
     table = train()
     gc.collect()
     assert table() is None
+
+
+def test_a_second_run_finds_what_functions_and_iterators_among_its_arguments_keep():
+    calls = [0]
+
+    def count() -> int:
+        calls[0] += 1
+        return calls[0]
+
+    arguments = [count, iter([1, 2, 3])]
+    state = State(nn.Identity(), arguments, "block")
+    first = arguments[0](), next(arguments[1])
+    state.compare()
+    with state.before():
+        assert (arguments[0](), next(arguments[1])) == first
+    assert (calls, next(arguments[1])) == ([1], 2)
+
+
+def test_an_iterator_in_a_tuple_is_an_error_once_it_moves():
+    module = nn.Identity()
+    module.sources = (iter([1, 2, 3]),)
+    state = State(module, [], "block")
+    next(module.sources[0])
+    with pytest.raises(ConfigError, match="cannot be set back"):
+        state.compare()
+
+
+def test_a_second_run_finds_modules_elsewhere_hooks_of_all_modules_and_modes_as_the_first_did():
+    class Counts(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    seen, norm = [0], nn.BatchNorm1d(2)
+
+    def hook(module: nn.Module, args: object, output: object) -> None:
+        seen[0] += 1
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        with Counts() as mode:
+            state = State(nn.Identity(), [nn.Sequential(nn.Sequential(norm))], "block")
+            norm(torch.ones(3, 2))
+            state.compare()
+        after = mode.calls
+        with state.before():
+            assert (seen, norm.num_batches_tracked.item()) == ([0], 0)
+            assert vars(mode).get("calls", 0) < after
+        assert (seen, mode.calls, norm.num_batches_tracked.item()) == ([1], after, 1)
+    finally:
+        handle.remove()
