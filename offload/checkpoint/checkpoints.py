@@ -9,6 +9,7 @@ come from is taken when ``step()`` returns: random generators, and registered ob
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -444,7 +445,7 @@ class Checkpoints:
         difference = description.first_difference(own)
         groups = [[group["parameters"] for group in it.run["groups"]] for it in (description, own)]
         if difference is None and all(groups) and groups[0] != groups[1]:
-            difference = f"{len(groups[0])} parameter groups are there and {len(groups[1])} here, or other ones"
+            difference = _difference_of_groups(*groups)
         if difference is not None:
             raise ConfigError(f"{where} is that of another model or run: {difference}. Nothing has changed")
         if len(description.run["objects"]) != len(self._objects):
@@ -520,6 +521,16 @@ class Checkpoints:
             return None
         with open_store(opened.paths, opened.previous, reserved=()) as store:
             return Description.decode(store.metadata, "the run under nvme_path")
+
+
+def _difference_of_groups(there: list[list[str]], here: list[list[str]]) -> str:
+    """Of parameter groups, given by the names of their parameters."""
+    if len(there) != len(here):
+        return f"{len(there)} parameter groups are there and {len(here)} here"
+    index = next(index for index, names in enumerate(there) if names != here[index])
+    pairs = enumerate(itertools.zip_longest(there[index], here[index], fillvalue="nothing"))
+    at, (saved, own) = next((at, names) for at, names in pairs if names[0] != names[1])
+    return f"parameter {at} of parameter group {index} is {saved} there and {own} here: give them in one order"
 
 
 def _is_iterated(item: Any) -> bool:
