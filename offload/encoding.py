@@ -240,7 +240,7 @@ class Decoder:
             part = self._part(offset, nbytes, math.prod(shape) * dtype.itemsize)
             if dtype is torch.bool and part.nbytes and max(part) > 1:
                 raise Refused("a truth is neither 0 nor 1")
-            flat = torch.empty(part.nbytes, dtype=torch.uint8)
+            flat = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
             flat.numpy()[:] = part
             return flat.view(dtype).view(shape)
         if name in ("array", "scalar"):

@@ -15,7 +15,7 @@ from runs import bits
 from safetensors.torch import load_file
 from torch import nn
 
-from offload import ConfigError, OffloadEngine
+from offload import ConfigError, OffloadEngine, OffloadError
 from offload.tiers.window import CopyWindow
 from swapper import StoreMissing
 
@@ -258,6 +258,41 @@ def test_a_step_that_is_given_up_leaves_no_trace_in_buffers(tmp_path: Path, ever
             assert statistics.equal(expected)
             backward(engine, 9)
             assert not statistics.equal(expected)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "dcp"])
+def test_a_graph_from_before_a_load_has_no_backward(tmp_path: Path, way: str):
+    """Its values are gone, as behind ``load_state_dict``."""
+    with OffloadEngine(layers(), lr=1e-2) as engine:
+        getattr(engine, f"save_{way}")(tmp_path / "saved")
+        loss = engine(torch.ones(4, 64)).square().mean()
+        getattr(engine, f"load_{way}")(tmp_path / "saved")
+        with pytest.raises(OffloadError, match="modified by an inplace operation"):
+            loss.backward()
+        engine.optimizer.zero_grad()
+        backward(engine)
+        engine.step()
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "dcp"])
+def test_a_program_loads_with_any_default_device_and_without_gradients(tmp_path: Path, way: str):
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 1e-2, "optimizer_options": {"momentum": 0.9}}
+    results = []
+    with OffloadEngine(layers(), **options) as engine:
+        backward(engine)
+        engine.step()
+        with torch.device("meta"):
+            getattr(engine, f"save_{way}")(tmp_path / "saved")
+        backward(engine, 1)
+        engine.step()
+        results.append(bits(engine.module))
+    with OffloadEngine(layers(1), **options) as engine:
+        with torch.inference_mode(), torch.device("meta"):
+            getattr(engine, f"load_{way}")(tmp_path / "saved")
+        backward(engine, 1)
+        engine.step()
+        results.append(bits(engine.module))
+    assert results[0].equal(results[1])
 
 
 def test_micro_batches_of_a_step_are_not_divided_by_several_numbers(tmp_path: Path):
