@@ -125,14 +125,16 @@ class _Encoder:
             return value
         if isinstance(value, torch.Tensor) and not value.is_meta:
             return self._tensor(value)
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        if isinstance(value, np.ndarray) and _is_plain(value.dtype):
             return {"$array": [value.dtype.str, list(value.shape), *self._keep(_bytes_of(value))]}
-        if isinstance(value, np.generic) and not value.dtype.hasobject:
+        if isinstance(value, np.generic) and _is_plain(value.dtype):
             return {"$scalar": [value.dtype.str, *self._keep(value.tobytes())]}
         if isinstance(value, (bytes, bytearray)):
             return {"$bytes": self._keep(bytes(value))}
         if isinstance(value, Mapping):
             return self._mapping(value, path)
+        if isinstance(value, deque) and value.maxlen is not None:
+            return {"$window": [value.maxlen, self.of(list(value), path)]}
         for name, kind in _SEQUENCES.items():
             if isinstance(value, kind):
                 items = [self.of(item, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -159,9 +161,10 @@ class _Encoder:
         return {"$dict": pairs}
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        plain = value.detach().cpu().contiguous()
-        if plain.is_sparse or plain.is_quantized:
-            plain = plain.to_dense() if plain.is_sparse else plain.dequantize()
+        plain = value.detach().cpu()
+        if plain.layout is not torch.strided or plain.is_quantized:
+            plain = plain.dequantize() if plain.is_quantized else plain.to_dense()
+        plain = plain.resolve_conj().resolve_neg().contiguous()
         raw = plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
         return {"$tensor": [str(plain.dtype).removeprefix("torch."), list(plain.shape), *self._keep(raw)]}
 
@@ -222,6 +225,8 @@ class Decoder:
     def _special(self, name: str, content: Any) -> Any:
         if name in _SEQUENCES:
             return _SEQUENCES[name](_LIST.take(content))
+        if name == "window":
+            return _window(*_WINDOW.take(content))
         if name == "dict":
             pairs = [_PAIR.take(pair) for pair in _LIST.take(content)]
             found = dict(pairs)
@@ -235,7 +240,7 @@ class Decoder:
             part = self._part(offset, nbytes, math.prod(shape) * dtype.itemsize)
             if dtype is torch.bool and part.nbytes and max(part) > 1:
                 raise Refused("a truth is neither 0 nor 1")
-            flat = torch.empty(part.nbytes, dtype=torch.uint8)
+            flat = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
             flat.numpy()[:] = part
             return flat.view(dtype).view(shape)
         if name in ("array", "scalar"):
@@ -265,6 +270,17 @@ class Decoder:
 
 
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+
+
+def _window(length: int, items: list[Any]) -> deque[Any]:
+    if len(items) > length:
+        raise Refused(f"{len(items)} items are in a window of {length}")
+    return deque(items, length)
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Its name says all of it: no objects, and no fields."""
+    return not dtype.hasobject and dtype.names is None
 
 
 def _bytes_of(array: Any) -> memoryview:
@@ -326,6 +342,7 @@ class _List(Kind[list[Any]]):
 
 DTYPE = Dtype(DTYPES)
 _LIST, _PAIR = _List(), Tuple(ANY, ANY)
+_WINDOW = Tuple(Int(), _LIST)
 _RANGE = Tuple(Int(), Int())
 _TENSOR = Tuple(DTYPE, Shape(), Int(), Int())
 _ARRAY = Tuple(_ArrayDtype(), Shape(), Int(), Int())

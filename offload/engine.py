@@ -363,7 +363,7 @@ class OffloadEngine:
         no use any more.
         """
         self._session.failure.check()
-        with named("load_checkpoint"):
+        with torch.inference_mode(False), named("load_checkpoint"):
             return self._session.load_checkpoint(dir, tag)
 
     def save_dcp(self, dir: str | os.PathLike[str]) -> None:
@@ -375,7 +375,7 @@ class OffloadEngine:
         anything is written if there is no room. Training can go on in any case.
         """
         self._session.failure.check()
-        with named("save_dcp"):
+        with torch.inference_mode(False), on_cpu(), named("save_dcp"):
             self._session.save_dcp(dir)
 
     def load_dcp(self, dir: str | os.PathLike[str], states: bool = True) -> None:
@@ -391,7 +391,7 @@ class OffloadEngine:
         nothing has changed then. If damage shows while it is read, the engine is of no use any more.
         """
         self._session.failure.check()
-        with named("load_dcp"):
+        with torch.inference_mode(False), on_cpu(), named("load_dcp"):
             self._session.load_dcp(dir, states=states)
 
     def wait_for_checkpoint(self) -> None:

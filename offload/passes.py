@@ -43,7 +43,7 @@ class Passes:
     def begin_use(self, unit: UnitSpec) -> bool:
         if self.failure.first is not None:
             self.failure.check()
-        if self.checkpoints.is_due:
+        if self.checkpoints.is_due and torch.is_grad_enabled():
             self._pass_boundary()
         try:
             if self.aliases.of_unit:

@@ -1,14 +1,15 @@
 """The checkpoints of one engine: when a step is committed, and what saving and loading do in which order.
 
-[Note: The boundary of a step] What follows ``step()`` in the user's loop belongs to the step, a scheduler's ``step()``
-for one. So a commit takes the states of registered objects at the first call into the engine afterwards: the next
-forward, a save, the end. By then a program has drawn the next batch. So what batches come from is taken when ``step()``
-returns: random generators, and registered objects that are iterated over.
+[Note: The boundary of a step] What follows ``step()`` in the user's loop belongs to the step: an evaluation, what a
+scheduler makes of its loss, weights that are cut. So a commit comes with the first forward that autograd records, with
+a backward, a save or the end. After a save it comes again. By then a program has drawn the next batch. So what batches
+come from is taken when ``step()`` returns: random generators, and registered objects that are iterated over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -92,7 +93,10 @@ class Checkpoints:
         """Source of batches, as it was when the last step returned. Known with ``durable`` only."""
         self._followers = Followers()
         self._signals = Signals()
-        self._committed_step = 0
+        self._commits = False
+        """The next boundary is that of a step which is to be committed there."""
+        self._at_boundary: bytes | None = None
+        """The last step, as it was at its boundary, if it is not committed."""
         self.saved = SavedSteps(config, run.progress)
         self._records = EngineRecords(units, access, config.gradient_dtype)
         self._units_described: dict[str, tuple[SavedUnits, int]] = {}
@@ -127,14 +131,16 @@ class Checkpoints:
         if self._config.durable:
             self._feed = self._present_feed()
             self._followers.step_taken(self._objects)
-            self.is_due = self._run.progress.global_step % self._config.durable == 0
+            self.is_due, self._commits = True, self._run.progress.global_step % self._config.durable == 0
 
     def step_skipped(self) -> None:
         """Gradients were not finite: what comes goes on behind their batches, with another loss scale."""
-        self._feed = self._present_feed() if self._config.durable else None
+        if self._config.durable:
+            self._feed = self._present_feed()
+            self.is_due, self._commits = True, False
 
     def pass_boundary(self) -> None:
-        """The first call into the engine after a step: commit it, if that is due."""
+        """What comes now does not belong to the last step any more: commit it, if that is due."""
         if self._config.durable:
             self._signals.watch()
             self._followers.pass_boundary(self._objects)
@@ -143,8 +149,11 @@ class Checkpoints:
                 f"nvme_path holds step {self._unclaimed.run['step']} of an earlier run: engine.load_checkpoint() goes "
                 "on from it, and without that the first commit replaces it"
             )
-        elif self.is_due:
+        elif self.is_due and self._commits:
             self.generations.commit(self._describe_step)
+            self._at_boundary = None
+        elif self.is_due:  # the end may still commit it, in the middle of the next step
+            self._at_boundary = self._describe_step()
         self._claim()
 
     @contextlib.contextmanager
@@ -162,7 +171,6 @@ class Checkpoints:
     def _describe_step(self, updates: Sequence[LoggedUpdate] = ()) -> bytes:
         """Describe what the last step has left, without what came after it; ``updates`` are logged."""
         self._warn_of_newcomers()
-        self._committed_step = self._run.progress.global_step
         feed = self._feed or self._present_feed()
         description = self._describe(feed, None, self._own_units, self._moment)
         description.run.update(gradients={}, num_backwards=0, has_other_gradients=False)
@@ -192,8 +200,13 @@ class Checkpoints:
         return self._run.progress.global_step
 
     def _last_step(self) -> bytes | None:
-        """The last step, if it is not committed."""
-        return self._describe_step() if self._run.progress.global_step > self._committed_step else None
+        """The last step, if it is not committed, or if more may have followed it since."""
+        return self._describe_step() if self._is_open else self._at_boundary
+
+    @property
+    def _is_open(self) -> bool:
+        """What comes still belongs to the last step."""
+        return self.is_due and self._unclaimed is None
 
     # Saving.
 
@@ -201,7 +214,9 @@ class Checkpoints:
         """See ``OffloadEngine.save_checkpoint``."""
         directory = SavingDirectory(path, tag, self._run.progress.global_step, self._identity, self._ranks)
         self.generations.wait_for_background()
+        is_open = self._is_open
         self.pass_boundary()
+        self.is_due = is_open
         self.generations.wait()
         self._warn_of_newcomers()
         feed = self._present_feed()
@@ -415,7 +430,7 @@ class Checkpoints:
         self, run: dict[str, Any], take_records: Callable[[], None], take_gradients: TakeGradients, where: str
     ) -> None:
         """Records first: while they come the engine is neither the old one nor the new one."""
-        self.is_due, self._feed = False, None
+        self.is_due, self._commits, self._feed, self._at_boundary = self._config.durable > 0, False, None, None
         try:
             with named(where):
                 take_records()
@@ -423,7 +438,6 @@ class Checkpoints:
         except OffloadError as error:
             raise self._access.failure.record(error) from None
         self._sink.restored()
-        self._committed_step = -1  # what is committed is another state
         self.saved.note(where)
 
     def _compare(self, description: Description, where: str) -> None:
@@ -431,7 +445,7 @@ class Checkpoints:
         difference = description.first_difference(own)
         groups = [[group["parameters"] for group in it.run["groups"]] for it in (description, own)]
         if difference is None and all(groups) and groups[0] != groups[1]:
-            difference = f"{len(groups[0])} parameter groups are there and {len(groups[1])} here, or other ones"
+            difference = _difference_of_groups(*groups)
         if difference is not None:
             raise ConfigError(f"{where} is that of another model or run: {difference}. Nothing has changed")
         if len(description.run["objects"]) != len(self._objects):
@@ -507,6 +521,16 @@ class Checkpoints:
             return None
         with open_store(opened.paths, opened.previous, reserved=()) as store:
             return Description.decode(store.metadata, "the run under nvme_path")
+
+
+def _difference_of_groups(there: list[list[str]], here: list[list[str]]) -> str:
+    """Of parameter groups, given by the names of their parameters."""
+    if len(there) != len(here):
+        return f"{len(there)} parameter groups are there and {len(here)} here"
+    index = next(index for index, names in enumerate(there) if names != here[index])
+    pairs = enumerate(itertools.zip_longest(there[index], here[index], fillvalue="nothing"))
+    at, (saved, own) = next((at, names) for at, names in pairs if names[0] != names[1])
+    return f"parameter {at} of parameter group {index} is {saved} there and {own} here: give them in one order"
 
 
 def _is_iterated(item: Any) -> bool:

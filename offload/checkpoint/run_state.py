@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from offload.checkpoint.model_state import get_model_state, newcomers, set_model_state
 from offload.errors import ConfigError, warn
+from offload.memory import on_cpu
+from offload.model.handle import Handle
 from offload.optim.rule import Rule, options_of
 from offload.optimizer import OffloadOptimizer
 from offload.option_values import shown
@@ -123,7 +126,8 @@ class RunState:
             names = [spec.name for parameter in group["params"] for spec in training.specs[parameter]]
             groups.append({"options": options_of(group), "parameters": names})
         steps = training.verdict.num_steps.items()
-        states = {spec.name: {"steps": step, **rule.loose_states(spec, step)} for spec, step in steps}
+        with on_cpu():
+            states = {spec.name: {"steps": step, **rule.loose_states(spec, step)} for spec, step in steps}
         shared = rule.get_shared()
         return {"groups": groups, "states": states} | ({"shared": shared} if shared else {})
 
@@ -136,6 +140,9 @@ class RunState:
         model = self._model()
         if model is not None:
             set_model_state(model, state)
+            for parameter in model.parameters():
+                if isinstance(parameter, Handle):  # a graph from before needs the values of before
+                    increment_version(parameter._backing.in_use)
         if self._training is None or not state["groups"]:
             return
         self._set_training(state, self._training)

@@ -394,3 +394,68 @@ def averaged_state_dicts(place):
         torch._foreach_lerp_(list(average.values()), list(engine.module.state_dict().values()), 0.2)
     engine.module.load_state_dict(average)
     return found, steps(engine, 5, 1), values(engine.module)
+
+
+# A durable run that ends, by a call that comes before its next forward with gradients.
+
+
+def ended_behind(place, follow, first=None):
+    """Three steps, ``first``, what ``follow`` does; then the run of an engine is ended and gone on from."""
+    durable = {"durable": 1, "nvme_path": place.folder} if place.has_engine else {}
+
+    def begun():
+        engine = wrapped(place, **durable)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
+        if place.has_engine:
+            engine.register_for_checkpointing(plateau)
+        return engine, plateau
+
+    engine, plateau = begun()
+    found = steps(engine, 0, 3)
+    if first is not None and place.has_engine:
+        first(engine)
+    with torch.no_grad():
+        found.append(engine(batch(9)).sum().item())
+    follow(engine, plateau)
+    if place.has_engine:
+        engine.close()
+        place.left.remove(engine)
+        engine, plateau = begun()
+        engine.load_checkpoint()
+    found += steps(engine, 3, 3)
+    return found, values(engine.module), plateau.state_dict()
+
+
+def plateau_falls(engine, plateau):
+    for loss in (1.0, 2.0, 3.0):
+        plateau.step(loss)
+
+
+def weights_are_cut(engine, plateau):
+    with torch.no_grad():
+        engine.module.blocks[1].up.weight.mul_(0.5)
+
+
+def momentum_is_dropped(engine, plateau):
+    for state in engine.optimizer.state.values():
+        state["momentum_buffer"].zero_()
+
+
+@same_bits("a durable run is evaluated, a plateau gets the loss, the run ends and goes on")
+def durable_plateau_behind_evaluation(place):
+    return ended_behind(place, plateau_falls)
+
+
+@same_bits("a durable run is saved and evaluated, a plateau gets the loss, the run ends and goes on")
+def durable_plateau_behind_save(place):
+    return ended_behind(place, plateau_falls, lambda engine: engine.save_checkpoint(place.folder / "saved"))
+
+
+@same_bits("a durable run is evaluated, a weight is cut, the run ends and goes on")
+def durable_cut_behind_evaluation(place):
+    return ended_behind(place, weights_are_cut)
+
+
+@same_bits("a durable run is evaluated, momentum is dropped, the run ends and goes on")
+def durable_momentum_behind_evaluation(place):
+    return ended_behind(place, momentum_is_dropped)

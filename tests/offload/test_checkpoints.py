@@ -431,6 +431,11 @@ def test_what_is_not_this_models_or_not_whole_is_refused(tmp_path: Path):
             with pytest.raises(ConfigError, match=words):
                 engine.load_checkpoint(tmp_path)
             assert bits(model).equal(before)
+    model = make_model()
+    backwards = torch.optim.AdamW(list(model.parameters())[::-1], lr=1e-3)
+    order = r"parameter 0 of parameter group 0 is \S+ there and \S+ here: give them in one order"
+    with OffloadEngine(model, optimizer=backwards) as engine, pytest.raises(ConfigError, match=order):
+        engine.load_checkpoint(tmp_path)
     with OffloadEngine(make_model(), lr=1e-3) as engine:
         engine.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(engine.optimizer, 1))
         with pytest.raises(ConfigError, match="the states of 0 registered objects, and 1 are registered"):

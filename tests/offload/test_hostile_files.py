@@ -8,6 +8,7 @@ import re
 import struct
 import sys
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -339,6 +340,11 @@ def test_every_kind_of_value_comes_back():
             if (isinstance(item, torch.Tensor))
             else found[name] == item
         )
+    window = decode(encode(deque([1, 2], maxlen=3), "it"), "it")
+    assert (window, window.maxlen) == (deque([1, 2]), 3)
+    assert decode(encode(torch.tensor([1j]).conj(), "it"), "it").equal(torch.tensor([-1j]))
+    with pytest.raises(ConfigError, match="ndarray, which a checkpoint cannot hold"):
+        encode(np.zeros(2, dtype=[("field", "i4")]), "it")
     encoded = Encoded({"a": value, "b": 1}, "it")
     assert len(encoded.join()) == encoded.nbytes
     with pytest.raises(Refused, match="cut short"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from runs import bits
 from safetensors.torch import load_file
 from torch import nn
 
-from offload import ConfigError, OffloadEngine
+from offload import ConfigError, OffloadEngine, OffloadError
 from offload.tiers.window import CopyWindow
 from swapper import StoreMissing
 
@@ -201,6 +202,97 @@ def test_a_durable_run_goes_on_behind_a_step_that_was_skipped(tmp_path: Path, sc
     run(tmp_path / "in two", 3)
     resumed, resumed_scale = run(tmp_path / "in two", 6)
     assert resumed.equal(final) and resumed_scale == scale
+
+
+def evaluated(engine: OffloadEngine, path: Path) -> None:
+    with torch.no_grad():
+        engine(torch.ones(4, 64))
+
+
+def saved(engine: OffloadEngine, path: Path) -> None:
+    engine.save_checkpoint(path / "saved")
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("before", [evaluated, saved])
+def test_what_follows_an_evaluation_or_a_save_belongs_to_the_step(
+    tmp_path: Path, before: Callable[[OffloadEngine, Path], None], every: int
+):
+    """A plateau by the loss of an evaluation, weights that are cut: a durable run that ends then has them."""
+    (tmp_path / "store").mkdir()
+    options: dict[str, Any] = {"nvme_path": tmp_path / "store", "durable": every, "lr": 1e-2}
+    with OffloadEngine(layers(), **options) as engine:
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
+        engine.register_for_checkpointing(plateau)
+        for index in range(3):
+            backward(engine, index)
+            engine.step()
+        before(engine, tmp_path)
+        plateau.step(1.0)
+        plateau.step(2.0)
+        with torch.no_grad():
+            engine.module[1].weight.mul_(0.5)
+    expected = bits(engine.module)
+    with OffloadEngine(layers(1), **options) as engine:
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=0)
+        engine.register_for_checkpointing(plateau)
+        engine.load_checkpoint()
+        assert engine.global_step == 3 and plateau.best == 1.0
+        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+    assert bits(engine.module).equal(expected)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_that_is_given_up_leaves_no_trace_in_buffers(tmp_path: Path, every: int):
+    """Statistics that its forward has moved are those of the last step, also where the last end was such a one."""
+    options: dict[str, Any] = {"nvme_path": tmp_path, "durable": every, "lr": 1e-2}
+    expected = None
+    for _ in range(3):
+        with OffloadEngine(nn.Sequential(nn.BatchNorm1d(64), *layers()), **options) as engine:
+            engine.load_checkpoint()
+            while engine.global_step < 3:
+                backward(engine, engine.global_step)
+                engine.step()
+            statistics = engine.module[0].running_mean
+            expected = statistics.clone() if expected is None else expected
+            assert statistics.equal(expected)
+            backward(engine, 9)
+            assert not statistics.equal(expected)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "dcp"])
+def test_a_graph_from_before_a_load_has_no_backward(tmp_path: Path, way: str):
+    """Its values are gone, as behind ``load_state_dict``."""
+    with OffloadEngine(layers(), lr=1e-2) as engine:
+        getattr(engine, f"save_{way}")(tmp_path / "saved")
+        loss = engine(torch.ones(4, 64)).square().mean()
+        getattr(engine, f"load_{way}")(tmp_path / "saved")
+        with pytest.raises(OffloadError, match="modified by an inplace operation"):
+            loss.backward()
+        engine.optimizer.zero_grad()
+        backward(engine)
+        engine.step()
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "dcp"])
+def test_a_program_loads_with_any_default_device_and_without_gradients(tmp_path: Path, way: str):
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 1e-2, "optimizer_options": {"momentum": 0.9}}
+    results = []
+    with OffloadEngine(layers(), **options) as engine:
+        backward(engine)
+        engine.step()
+        with torch.device("meta"):
+            getattr(engine, f"save_{way}")(tmp_path / "saved")
+        backward(engine, 1)
+        engine.step()
+        results.append(bits(engine.module))
+    with OffloadEngine(layers(1), **options) as engine:
+        with torch.inference_mode(), torch.device("meta"):
+            getattr(engine, f"load_{way}")(tmp_path / "saved")
+        backward(engine, 1)
+        engine.step()
+        results.append(bits(engine.module))
+    assert results[0].equal(results[1])
 
 
 def test_micro_batches_of_a_step_are_not_divided_by_several_numbers(tmp_path: Path):

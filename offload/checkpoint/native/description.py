@@ -130,9 +130,12 @@ class Description:
         if difference is not None:
             return difference
         there, here = self._by_name(), other._by_name()
+        lost, new = ([name for name in one if name not in two] for one, two in ((there, here), (here, there)))
+        if lost:
+            return f"parameter {lost[0]} is there and not in this model"
+        if new:
+            return f"parameter {new[0]} is in this model and not there"
         for name, (unit, parameter) in there.items():
-            if name not in here:
-                return f"parameter {name} is there and not in this model"
             own_unit, own = here[name]
             if parameter.model_shape != own.model_shape:
                 return f"parameter {name} has shape {parameter.model_shape} there and {own.model_shape} here"
@@ -144,9 +147,6 @@ class Description:
             in_shards = parameter.flat_of is not None or own.flat_of is not None
             if unit.name != own_unit.name or (parameter.offset != own.offset and not in_shards):
                 return f"parameter {name} is in unit {unit.name} there and in {own_unit.name} here"
-        missing = next((name for name in here if name not in there), None)
-        if missing is not None:
-            return f"parameter {missing} is in this model and not there"
         return difference_of_models(self.run, other.run)
 
     def _by_name(self) -> dict[str, tuple[SavedUnit, SavedParameter]]:
