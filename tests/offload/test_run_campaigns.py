@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,3 +54,12 @@ def test_a_slice_of_full_disks(capfd: pytest.CaptureFixture[str], monkeypatch: p
     told = capfd.readouterr()
     assert found.returncode == 0, told
     assert "'trials': 1" in told.out
+
+
+def test_a_slice_of_calls_that_fail():
+    strace = shutil.which("strace")
+    if strace is None or subprocess.run([strace, "-qq", "-e", "trace=none", "true"], check=False).returncode:
+        pytest.skip("strace is not here, or may not trace")
+    found = forked.run_script(SCRIPTS / "run_syscalls.py", "--seed", "3", "--trials", "2", "--kind", "fsync")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count(" s): ") == 2 and " s): not reached" not in found.stdout

@@ -1,4 +1,4 @@
-"""A rank that fails ends all ranks with one error, in time; torchrun starts them again. Slices of two campaigns."""
+"""A rank that fails ends all ranks with one error, in time; torchrun starts them again. Slices of three campaigns."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))
 
 import ranks_failures  # noqa: E402
+from _full_disk import CannotMount, in_own_mounts  # noqa: E402
 from _ranks_processes import Launcher  # noqa: E402
 
 CASES = {case.name: case for case in ranks_failures.cases()}
@@ -68,3 +69,17 @@ def test_ranks_that_are_killed_go_on_with_the_same_bits():
     run = forked.run_script(SCRIPTS / "ranks_kill.py", "--seed", "3", "--kills", "1", "--ranks", "2")
     assert run.returncode == 0, run.stdout + run.stderr
     assert json.loads(run.stdout.splitlines()[-1])["kills"] >= 1
+
+
+def test_a_rank_without_its_disk_ends_all_and_they_go_on(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    forked.fork_children(monkeypatch)
+    options = ["--seed", "3", "--trials", "1", "--fault", "full", "--mounted"]
+    try:
+        found = in_own_mounts([sys.executable, "-W", "ignore", str(SCRIPTS / "ranks_disks.py"), *options])
+    except CannotMount as error:
+        pytest.skip(str(error))
+    told = capfd.readouterr()
+    assert found.returncode == 0, told
+    assert "'trials': 1" in told.out
