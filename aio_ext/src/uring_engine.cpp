@@ -284,7 +284,8 @@ void UringEngine::reap() {
     }
     auto& block = *reinterpret_cast<Block*>(cqe->user_data & ~kDelayOver);
     if ((cqe->user_data & kDelayOver) == 0) {
-      finished_.push_back({&block, reported(block, cqe->res)});
+      const int result = cqe->res == -ECANCELED ? -EAGAIN : cqe->res;  // We cancel none: the kernel got no thread for it.
+      finished_.push_back({&block, reported(block, result)});
     } else if (block.fault.hold && !scheduler_->plan()->released()) {
       delay(block);
     } else {

@@ -175,6 +175,28 @@ def test_a_write_that_the_kernel_really_cuts_short_fails_where_it_stopped(backen
     assert output in ("", f"File too large {1 << 20} {1 << 20} 1\n")
 
 
+def test_a_sync_for_which_the_kernel_gets_no_thread_says_so(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("another user's limit of threads takes root")
+    output = python(
+        "",
+        f"""
+        import os, resource, aio_ext
+        if "io_uring" in aio_ext.available_backends():
+            fd = os.open({str(tmp_path / "data")!r}, os.O_RDWR | os.O_CREAT, 0o600)
+            with aio_ext.Queue("io_uring") as queue:
+                file = queue.register_file(fd)
+                resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+                os.setresuid(65534, 65534, 0)  # of all threads
+                try:
+                    queue.sync(file).wait(10)
+                except aio_ext.QueueError as error:
+                    print(error.strerror)
+        """,
+    )
+    assert output in ("", "Resource temporarily unavailable\n")
+
+
 def test_a_file_system_without_o_direct_rules_is_assumed_to_need_4096(tmp_path: Path) -> None:
     output = python(
         "",
