@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,19 +21,6 @@ from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.level import Level, WholeWeights
 from offload.units import ParameterSpec, UnitSpec, local_tensor
 from offload.waiting import Failure
-
-
-class Zeroing(Enum):
-    """State of ``zero_grad()`` since a step has used the gradients up.
-
-    - ``DONE``: somebody has dropped them, or has seen that there are none. The same where nobody expects any.
-    - ``DUE``: not so far.
-    - ``MISSED``: not before the next backward, which would have added to them in PyTorch. May be dropped still.
-    """
-
-    DONE = auto()
-    DUE = auto()
-    MISSED = auto()
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,9 @@ class ExternalAccess:
     device: torch.device
     failure: Failure
     spooled: Spooled
-    zeroing: Zeroing = Zeroing.DONE
+    to_be_zeroed: set[ParameterSpec] = field(default_factory=set)
+    """Parameters whose gradients a step has used up, and nobody has dropped since: in PyTorch they are there still.
+    Empty once somebody has seen that one has none."""
     has_warned_of_used_gradients: bool = False
 
     def __post_init__(self) -> None:
@@ -98,9 +86,9 @@ class ExternalAccess:
         """The unit's parameters have gradients, as far as that is known without a wait."""
         return self.gradients.has_any(unit) or (bool(self.own_gradients.of_spec) and self.own_gradients.has_any(unit))
 
-    def using_gradients(self, what: str) -> None:
-        """Gradients are about to be used or read: in PyTorch they might hold those of the last step, too."""
-        if self.zeroing is Zeroing.MISSED and not self.has_warned_of_used_gradients:
+    def using_gradients(self, what: str, of: Collection[ParameterSpec]) -> None:
+        """These gradients are about to be used or read: in PyTorch they might hold those of the last step, too."""
+        if not self.to_be_zeroed.isdisjoint(of) and not self.has_warned_of_used_gradients:
             self.has_warned_of_used_gradients = True
             warn(
                 f"{what}: there was no zero_grad() since the last step, and nothing was added to its gradients: "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.access import ExternalAccess, Zeroing
+from offload.access import ExternalAccess
 from offload.checkpoint.checkpoints import Checkpoints
 from offload.closing import Closers
 from offload.model.aliases import Alias, Aliases
@@ -131,8 +131,6 @@ class TrainingPasses(Passes):
             self.failure.raise_first(error)
         if scale is None:
             self.progress.has_other_gradients = True
-            if self.access.zeroing is Zeroing.DUE and self.access.own_gradients.of(spec) is None:
-                self.access.zeroing = Zeroing.MISSED
         if not self._backward_has_begun:
             self._backward_has_begun = True
             self.reporter.backward_begins()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from offload.access import Zeroing
 from offload.assembly.parts import Assembly, Trained
 from offload.checkpoint.safetensors.model_weights import ModelWeights
 from offload.errors import BudgetError, ConfigError, warn
@@ -255,7 +254,7 @@ class Session:
             return None
         needed, free = self._room_for_all()
         if self.parts.ranks.all("the end (close())", needed <= free):
-            self.parts.access.zeroing = Zeroing.DONE  # nobody reads the gradients that go along
+            self.parts.access.to_be_zeroed.clear()  # nobody reads the gradients that go along
             try:
                 return OrdinaryParameters(model)
             except Exception:  # the store's, or torch's of memory

@@ -12,7 +12,7 @@ from operator import attrgetter
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from offload.access import ExternalAccess, Zeroing
+from offload.access import ExternalAccess
 from offload.checkpoint.checkpoints import Checkpoints
 from offload.config import OffloadConfig
 from offload.cores import CoreBudget
@@ -147,7 +147,7 @@ class Step:
     def drop_gradients(self) -> None:
         """Forget all gradients. Who holds one keeps it."""
         self._end_interrupted()
-        self.access.zeroing = Zeroing.DONE
+        self.access.to_be_zeroed.clear()
         self.progress.begin_step()
         self.passes.forget_gradients()
         with self.failure:
@@ -161,7 +161,7 @@ class Step:
 
     def zeroing_is_done(self) -> None:
         """Nobody expects the gradients that the last step has used up to be there still."""
-        self.access.zeroing = Zeroing.DONE
+        self.access.to_be_zeroed.clear()
         self.access.gradients.forget_used()
 
     def forget_used(self) -> None:
@@ -261,7 +261,8 @@ class Step:
                 self.failure.record(OffloadError(_HALF_A_STEP))
             raise
         if verdict.stepping:
-            self.access.zeroing = Zeroing.DUE
+            own = self.access.own_gradients  # which stay, as in PyTorch
+            self.access.to_be_zeroed.update(spec for spec in verdict.stepping if own.of(spec) is None)
         else:
             self.warnings.empty_step()
 

@@ -24,7 +24,7 @@ class StepWarnings:
     def before_step(self) -> None:
         """A step is about to be taken."""
         self._of_lost_parameters()
-        self._access.using_gradients("engine.optimizer.step()")
+        self._access.using_gradients("engine.optimizer.step()", self._access.to_be_zeroed)
 
     def empty_step(self) -> None:
         """No parameter took part in a step."""

@@ -99,7 +99,7 @@ def others_listen() -> bool:
     return (
         not all(isinstance(mode, DeviceContext) for mode in (*function_modes(), *dispatch_modes()))
         or top_saved_tensors_hooks() is not None
-        or _transforms() is not None
+        or transforms() is not None
     )
 
 
@@ -111,7 +111,8 @@ dispatch_modes: Callable[[], list[Any]] = found(_python_dispatch, "_get_current_
 without_function_mode: Callable[[], AbstractContextManager[Any]] = found(torch.overrides, "_pop_mode_temporarily")
 """Within, the last one entered sees nothing."""
 without_dispatch_mode: Callable[[], AbstractContextManager[Any]] = found(_python_dispatch, "_pop_mode_temporarily")
-_transforms: Callable[[], Any] = found(torch._C._functorch, "peek_interpreter_stack")
+transforms: Callable[[], Any] = found(torch._C._functorch, "peek_interpreter_stack")
+"""The transform of ``torch.func`` that is under way, or None. Its tensors have no memory, and end with it."""
 
 HOOKS_OF_ALL_FORWARDS: tuple[dict[int, Any], ...] = (
     found(torch.nn.modules.module, "_global_forward_pre_hooks"),

@@ -22,7 +22,7 @@ from torch import nn
 from offload.model.saved_tensors import SavedTensors, UsesOfUnits, changed_in_place, unit_around
 from offload.model.unit_in_model import Call
 from offload.tiers.activations.pool import ActivationPool, Kept
-from offload.torch_internals import StorageReference, keeps_version, never_compiled
+from offload.torch_internals import StorageReference, keeps_version, never_compiled, transforms
 
 LEAST_BYTES = 16 << 10
 
@@ -144,6 +144,7 @@ class OffloadedTensors(SavedTensors):
             and not tensor.is_quantized
             and not tensor.is_neg()  # its bytes are those of another tensor
             and not tensor._is_zerotensor()  # it has none
+            and transforms() is None
         )
 
     def _known(self, tensor: torch.Tensor) -> Shared | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.access import ExternalAccess, Zeroing
+from offload.access import ExternalAccess
 from offload.elements import Elements, source_of
 from offload.interrupts import undisturbed
 from offload.memory import tensor_at
@@ -195,7 +195,7 @@ class ParameterBacking:
         """There is no gradient. Who holds the one that there was keeps it."""
         access, unit, spec = self._access, self._unit, self._spec
         self.leave_gradient()
-        access.zeroing = Zeroing.DONE
+        access.to_be_zeroed.discard(spec)
         access.own_gradients.drop(spec)
         with access.failure:
             access.dropping(unit)
@@ -220,8 +220,8 @@ class ParameterBacking:
         if before is not None and (found is None or before.origin is not found.origin):
             self._gradient_handle = self.asked_for = None
         if found is None:
-            if self._access.zeroing is Zeroing.DUE:
-                self._access.zeroing = Zeroing.DONE
+            if wait:  # not the engine itself, which shows a forward what there is
+                self._access.to_be_zeroed.clear()
         elif self.asked_for is None:
             self.asked_for = PlainGradientBacking(self._unit, self._spec, self._access, found.origin)
         return self.asked_for

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from offload.access import ExternalAccess, Zeroing
+from offload.access import ExternalAccess
 from offload.interrupts import undisturbed
 from offload.memory import available_bytes
 from offload.model.gradient_handle import is_power_of_two
@@ -79,7 +79,7 @@ class PlainGradientBacking:
         if self._own is not None:
             self._own.copy_(value)
             return
-        self._access.zeroing = Zeroing.DONE  # zeros, it may be
+        self._access.to_be_zeroed.discard(self.spec)  # zeros, it may be
         self._known()
         self._access.write_gradient(self._unit, self.spec, value)
 
@@ -91,8 +91,6 @@ class PlainGradientBacking:
         if self._own is not None or self.spec in access.gradients.of(self._unit):
             return False
         access.write_gradient(self._unit, self.spec, value)
-        if access.zeroing is Zeroing.DUE:
-            access.zeroing = Zeroing.MISSED
         return True
 
     # What clip_grad_norm_ and zero_grad ask of each gradient, without bringing it in.
@@ -103,7 +101,7 @@ class PlainGradientBacking:
         if self._own is not None:
             self._own.zero_()
             return
-        self._access.zeroing = Zeroing.DONE
+        self._access.to_be_zeroed.discard(self.spec)
         self._known()
         with self._access.failure:
             self._access.changing([self._unit])
@@ -143,13 +141,14 @@ class PlainGradientBacking:
         """Return what is known of the gradient. Raises ``OffloadError`` if it is there no more."""
         touch("looks at gradients")
         self._access.before.settle()
-        self._access.using_gradients(self.name)
         found = self._access.gradients.find(self._unit, self.spec)
         if found is None or found.origin is not self.origin:
             raise OffloadError(
                 f"{self.name} is gone: a step has used it, or it was dropped. Take a copy before: "
                 "parameter.grad.detach().clone()"
             )
+        if self.spec in self._access.gradients.of(self._unit):  # and not the one that a step has used
+            self._access.using_gradients(self.name, [self.spec])
         return found
 
 

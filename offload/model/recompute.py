@@ -41,7 +41,7 @@ from offload.model.scripted import stopped_in_script
 from offload.model.under_way import in_first_run
 from offload.model.unit_in_model import UnitInModel
 from offload.ran_in import RanIn
-from offload.torch_internals import graph_task, put_together, taken_apart, top_hooks_step_aside
+from offload.torch_internals import graph_task, put_together, taken_apart, top_hooks_step_aside, transforms
 
 Weights: TypeAlias = tuple[list[int], list[int]]
 """A ``mark`` of a unit's weights."""
@@ -98,7 +98,7 @@ class RecomputedForward:
         if called is not None and called is not self.module and vars(called).get("forward") is self:
             return self._own_of(called)(*args, **kwargs)
         forward = self.__wrapped__
-        if not self._is_outermost():
+        if not self._is_outermost() or transforms() is not None:  # whose tensors no second run would find
             return forward(*args, **kwargs)
         leaves, structure = taken_apart((args, kwargs))
         places: dict[int, list[int]] = {}

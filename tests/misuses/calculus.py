@@ -16,8 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from misuses import joints
 from misuses.case import Family
 from misuses.exact import step, wrapped
+from misuses.joints import ROWS, program, stepped
 from misuses.place import gradients, values
 from misuses.strangers import WIDTH, Block, Net, batch, trained
 
@@ -39,6 +41,41 @@ def mean_flow(place):
         u, tangent = torch.func.jvp(model, (x,), (v,))
         found.append(step(engine, (u - (v - 0.5 * tangent).detach()).square().mean()))
     return found, values(model)
+
+
+@program(
+    family,
+    "MeanFlow of today: `torch.func.jvp` of a model in two arguments, activations of 20 KiB, accumulated",
+    ("plain", "recomputed", "over the tiers", "mixed"),
+)
+def mean_flow_of_two_arguments(run):
+    engine, found = run.engine(), []
+    for index in range(4):
+        x, v, t = joints.batch(index), joints.batch(index + 50), torch.rand(ROWS, 1)
+
+        def velocity(z, t):
+            return engine(z + torch.sin(t))
+
+        u, tangent = torch.func.jvp(velocity, ((1 - t) * x + t * v, t), (v - x, torch.ones_like(t)))
+        loss = (u - (v - x - t * tangent).detach()).square().mean()
+        loss.backward()
+        found.append(loss.item())
+        if index % 2:
+            found.append(stepped(engine))
+    return found, values(engine.module)
+
+
+@program(
+    family,
+    "`torch.func.vmap` over the whole model, whose activations are of 10 KiB a sample and more together",
+    ("plain", "recomputed", "over the tiers", "mixed"),
+)
+def model_under_vmap(run):
+    engine, found = run.engine(), []
+    for index in range(3):
+        torch.func.vmap(engine.module)(joints.batch(index).view(2, ROWS // 2, -1)).square().mean().backward()
+        found.append(stepped(engine))
+    return found, values(engine.module)
 
 
 @same_bits("a loss over the tangent of `torch.func.jvp`, backward through it (sCM, PINN by forward mode)")

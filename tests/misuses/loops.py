@@ -238,6 +238,89 @@ def block_zero_grad(place):
     return values(engine.module)
 
 
+SINCE = r"no zero_grad\(\) since"
+
+
+@family.said("`block.zero_grad()` after each step, and the rest is never zeroed", SINCE)
+def zeroed_in_part(place):
+    engine = place.small()
+    for loss in losses(engine, 3):
+        loss.backward()
+        engine.optimizer.step()
+        engine.module.blocks.zero_grad()
+    return values(engine.module)
+
+
+@family.said("half of the gradients are made zeros after each step, the others go on", SINCE)
+def zeros_in_part(place):
+    engine = place.small()
+    for loss in losses(engine, 3):
+        loss.backward()
+        engine.optimizer.step()
+        for p in engine.module.blocks.parameters():
+            p.grad = torch.zeros_like(p)
+    return values(engine.module)
+
+
+@family.said("what a backward does not reach was not zeroed: the old gradient acts again", SINCE)
+def not_reached_and_not_zeroed(place):
+    engine = place.small()
+    for index, loss in enumerate(losses(engine, 2)):
+        if index:
+            loss = engine.module.head(torch.ones(2, 32)).square().mean()
+        loss.backward()
+        engine.optimizer.step()
+        engine.module.head.zero_grad()
+    return values(engine.module)
+
+
+class EverySecond(torch.optim.Optimizer):
+    """Vectors are stepped every second time, by the sum of two gradients."""
+
+    count = 0
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and not self._rests(p):
+                    p.add_(p.grad, alpha=-group["lr"])
+
+    def zero_grad(self, set_to_none=True):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not self._rests(p):
+                    p.grad = None
+
+    def _rests(self, p):
+        return p.ndim < 2 and self.count % 2
+
+
+@family.said("an optimizer that steps some parameters every second time, and zeroes the others alone", SINCE)
+def every_second_step(place):
+    engine = place.small(optimizer=EverySecond, lr=0.05)
+    for loss in losses(engine, 4):
+        loss.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return values(engine.module)
+
+
+@family.works("each part of the model is zeroed by its own `zero_grad()`")
+def zeroed_part_by_part(place):
+    engine = place.small()
+    for loss in losses(engine, 3):
+        loss.backward()
+        engine.optimizer.step()
+        for part in engine.module.children():
+            part.zero_grad()
+    return values(engine.module)
+
+
 @family.works("backward twice through one graph raises")
 def backward_twice(place):
     engine = place.small()

@@ -724,3 +724,27 @@ def test_memory_of_large_tensors_goes_back_when_they_are_freed(make_model, tmp_p
         while mapped_bytes() < before + (8 << 20) and len(tensors) < 64:  # first from what the heap has free
             tensors.append(torch.empty(8 << 20, dtype=torch.uint8))
         assert mapped_bytes() >= before + (8 << 20)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_within_a_transform_has_the_gradients_of_plain_torch(mode: str, tmp_path: Path):
+    """Tensors of a transform have no memory of their own, and no second run finds them: blocks keep."""
+    x, v = torch.randn(2, 160, 32, generator=torch.Generator().manual_seed(1))
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        value, tangent = torch.func.jvp(model, (x,), (v,))
+        (value - (v - tangent).detach()).square().mean().backward()
+        torch.func.vmap(model)(x.view(2, 80, 32)).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4))
+        return nn.Sequential(*blocks)
+
+    expected = gradients(build())
+    options = {**MODES[mode], **({"nvme_path": tmp_path} if "nvme" in str(MODES[mode]) else {})}
+    if isinstance(options["activations"], dict):
+        options["activations"] = {"0": "nvme", "1": "recompute", "*": "host"}
+    with OffloadEngine(build(), optimizer="sgd", lr=0.1, precision="fp32", **options) as engine:
+        assert all(map(torch.equal, gradients(engine.module), expected))

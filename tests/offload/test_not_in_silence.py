@@ -129,6 +129,21 @@ def test_a_frozen_neighbour_that_no_step_has_changed_is_no_reason_to_refuse(tmp_
         assert x.grad is not None
 
 
+def test_gradients_that_were_zeroed_in_part_are_said_at_the_next_step(engine: OffloadEngine):
+    first, second, third = batches(3)
+    backward(engine, *first)
+    engine.optimizer.step()
+    engine.module.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(engine, *second)
+        engine.optimizer.step()
+    engine.module.blocks.zero_grad()
+    backward(engine, *third)
+    with pytest.warns(UserWarning, match=r"no zero_grad\(\) since"):
+        engine.optimizer.step()
+
+
 def test_a_gradient_penalty_is_refused_at_the_first_backward(engine: OffloadEngine):
     tokens, targets = batches(1)[0]
     loss = loss_of(engine(tokens), targets)
