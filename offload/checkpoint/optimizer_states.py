@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +27,20 @@ _MASTER = "master"
 States = dict[str, Any]
 """Those of a parameter, or of a piece of one, by name."""
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _outside_inference(function: Callable[P, R]) -> Callable[P, R]:
+    """Run calls outside of inference mode: no later step can change a tensor that was made in it."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
 
 @dataclass(frozen=True)
 class OptimizerStates:
@@ -44,6 +59,7 @@ class OptimizerStates:
     _looked_at: dict[nn.Parameter, StatesInEngine] = field(default_factory=dict)
     """The way to the states of each parameter that was looked at."""
 
+    @_outside_inference
     def of_all(self) -> dict[nn.Parameter, States]:
         """Copies of all states, fp32 masters of 16-bit weights and the user's own entries included."""
         self.wait_for_updates()
@@ -59,6 +75,7 @@ class OptimizerStates:
             if specs[0] in found
         }
 
+    @_outside_inference
     def replace_all(self, states: dict[nn.Parameter, States]) -> None:
         """Take over states by parameter. The others have taken no step."""
         for parameter in self._looked_at:
@@ -89,6 +106,7 @@ class OptimizerStates:
         specs = self.specs[parameter]
         name = specs[0].piece.whole.name if specs[0].piece is not None else specs[0].name
 
+        @_outside_inference
         def read() -> States:
             if specs[0] not in self.verdict.num_steps:
                 return {}
@@ -116,6 +134,7 @@ class OptimizerStates:
         self._leave(parameter)
         self._replace(parameter, states)
 
+    @_outside_inference
     def _replace(self, parameter: nn.Parameter, states: States) -> None:
         by_spec = self._by_spec({parameter: states})
         with self.access.failure:
@@ -139,6 +158,7 @@ class OptimizerStates:
         self._leave(parameter)
         self._forget(parameter)
 
+    @_outside_inference
     def _forget(self, parameter: nn.Parameter) -> None:
         present = {spec for spec in self.specs[parameter] if spec in self.verdict.num_steps}
         if not present:

@@ -307,8 +307,13 @@ class TorchRule(WholeParameters):
 
 
 def _ordinary(value: Any) -> Any:
-    """The same, or a copy of a tensor of another class: a handle brings in what the update's thread would wait for."""
-    return copy.deepcopy(value) if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
+    """The same, or a copy of a tensor that steps cannot use: one that was made in inference mode cannot be changed, and
+    a handle brings in what the update's thread would wait for."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if type(value) is not torch.Tensor:
+        return copy.deepcopy(value)
+    return value.clone() if value.is_inference() else value
 
 
 def _owned(value: Any, borrowed: set[int]) -> Any:

@@ -633,3 +633,36 @@ def _gone_on(name, make):
 
 for _name, _make in _SCHEDULES.items():
     _gone_on(_name, _make)
+
+
+def _twice(engine):
+    for index in range(2):
+        engine.backward(engine(batch(index)).square().mean())
+        engine.step()
+    return values(engine.module)
+
+
+@both_kinds("`load_state_dict(state_dict())` in inference mode")
+def carried_over_in_inference_mode(engine, net):
+    _twice(engine)
+    with torch.inference_mode():
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    return _twice(engine)
+
+
+@both_kinds("`state_dict()` in inference mode is loaded after it")
+def saved_in_inference_mode(engine, net):
+    _twice(engine)
+    with torch.inference_mode():
+        saved = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(saved)
+    return _twice(engine)
+
+
+@both_kinds("momentum is halved in inference mode")
+def halved_in_inference_mode(engine, net):
+    _twice(engine)
+    with torch.inference_mode():
+        for parameter in engine.module.parameters():
+            engine.optimizer.state[parameter]["exp_avg"].mul_(0.5)
+    return _twice(engine)

@@ -387,6 +387,17 @@ def test_states_are_written_by_update_and_by_the_or_operator():
         assert not found.optimizer.state[found.p]["exp_avg"].any()
 
 
+def test_states_that_were_saved_and_loaded_in_inference_mode_take_further_steps():
+    with OffloadEngine(model := net(), optimizer=torch.optim.NAdam, precision="fp32") as engine:
+        train(model, engine.optimizer, 1)
+        with torch.inference_mode():
+            saved = engine.optimizer.state_dict()
+            engine.optimizer.load_state_dict(copy.deepcopy(saved))  # of inference tensors
+        train(model, engine.optimizer, 1)
+        assert int(engine.optimizer.state[model.down.weight]["step"]) == 2
+        assert not any(v.is_inference() for of in saved["state"].values() for v in of.values())
+
+
 @pytest.mark.parametrize(
     "forget", [lambda o, p: o.state[p].clear(), lambda o, p: o.state.pop(p), lambda o, p: o.state.__delitem__(p)]
 )
