@@ -167,6 +167,9 @@ def _owners(
     yield from descend(model, False)
 
 
+_COMPLEX = ": make torch.view_as_real(value).clone() the parameter, and use torch.view_as_complex(parameter) in forward"
+
+
 def _managed(parameter: nn.Parameter, name: str) -> bool:
     """Only floating-point parameters move; others stay where they are, unless they would have to be trained."""
     if parameter.is_floating_point():
@@ -174,7 +177,8 @@ def _managed(parameter: nn.Parameter, name: str) -> bool:
             raise ConfigError(f"parameter {name} is {parameter.layout}; only dense parameters are supported")
         return True
     if parameter.requires_grad:
-        raise ConfigError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be trained")
+        way = _COMPLEX if parameter.is_complex() else ""
+        raise ConfigError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be trained{way}")
     return False
 
 

@@ -699,6 +699,39 @@ def unused_parameter(place):
     return _trained(place, model)
 
 
+class _Turned(nn.Module):
+    """It multiplies by complex numbers, which are one parameter, or its real and imaginary parts."""
+
+    def __init__(self, of_parts):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+        factor = torch.randn(8, dtype=torch.complex64)
+        self.factor = nn.Parameter(torch.view_as_real(factor).clone() if of_parts else factor)
+
+    def forward(self, x):
+        factor = self.factor if self.factor.is_complex() else torch.view_as_complex(self.factor)
+        return self.after((self.before(x) * factor).abs())
+
+
+def _turned(place, of_parts):
+    engine = place.wrap(_Turned(of_parts))
+    for _ in range(3):
+        engine.backward(engine(torch.ones(4, 8)).square().mean())
+        engine.step()
+    return values(engine.module)
+
+
+@family.refused("a complex parameter", "view_as_real.*view_as_complex")
+def complex_parameter(place):
+    return _turned(place, False)
+
+
+@family.works("a complex parameter's real and imaginary parts: what the refusal names")
+def complex_parameter_by_parts(place):
+    return _turned(place, True)
+
+
 @family.works("complex numbers inside, real parameters")
 def complex_inside(place):
     class Fourier(nn.Module):
@@ -710,14 +743,6 @@ def complex_inside(place):
             return torch.fft.irfft(torch.fft.rfft(x) * torch.complex(self.real, self.imaginary), n=48)
 
     return _trained(place, _mlp(Fourier))
-
-
-@family.refused("a complex parameter", "float|complex|only")
-def complex_parameter(place):
-    model = _mlp()
-    model.phase = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
-    engine = place.wrap(model)
-    return len(list(engine.module.parameters()))
 
 
 @family.works("an integer parameter that is not trained")

@@ -395,3 +395,10 @@ def test_a_torch_that_cannot_exchange_pointers_gives_the_same_bits(kind, tmp_pat
     losses, weights = offloaded(kind, precision="fp32", nvme_path=tmp_path, host_memory=budget)
     assert losses == expected
     assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
+
+
+def test_a_complex_parameter_is_refused_with_the_way_to_have_its_parts():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"turn is torch\.complex64.*view_as_real.*view_as_complex"):
+        OffloadEngine(model, optimizer="adamw", precision="fp32")
