@@ -231,5 +231,5 @@ TOGETHER = {
     states_in_group: "keeps parameters, or states of them, in its group option 'of'",
     kept_on_parameter: "attribute of a parameter",
     slowed_by_id: r"knows parameters by their id\(\) in its attribute 'slowed'",
-    parameters_in_attribute: "keeps parameters, or states of them, in its attribute 'params'",
+    parameters_in_attribute: "keeps parameters, or states of them, in its attribute 'params': .*group of their own",
 }

@@ -28,6 +28,12 @@ _DATA = (bool, int, float, complex, str, bytes, NoneType, torch.Tensor)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
+_WAY = (
+    "options of some of them belong into a group of their own. For a library that keeps states of some parameters in "
+    'fewer bits, take optimizer="adamw" or another name, with moments_dtype="int8"'
+)
+
+
 class _Bare(torch.optim.Optimizer):
     """An optimizer with nothing of its own."""
 
@@ -96,12 +102,13 @@ class SharedState:
             try:
                 made = copy.deepcopy(value, memo)
             except _HoldsParameter:
-                raise ConfigError(cannot(name, f"it keeps parameters, or states of them, in its {what}")) from None
+                why = f"it keeps parameters, or states of them, in its {what}: {_WAY}"
+                raise ConfigError(cannot(name, why)) from None
             except Exception as error:  # a class of the user's may raise anything
                 why = f"its {what} cannot be copied for a trial ({type(error).__name__}: {error})"
                 raise ConfigError(cannot(name, why)) from error
             if memo.has_ids(made):
-                why = f"it knows parameters by their id() in its {what}: options of some of them belong into a group"
+                why = f"it knows parameters by their id() in its {what}: {_WAY}"
                 raise ConfigError(cannot(name, why))
             return made
 

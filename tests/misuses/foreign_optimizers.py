@@ -547,3 +547,20 @@ def bitsandbytes_registered(place):
 @family.works("bitsandbytes' AdamW with states in 8 bits, no parameter apart", needs=("bitsandbytes",))
 def bitsandbytes_in_8_bits(place):
     return _bitsandbytes(place, lambda manager, model: None)
+
+
+@family.refused(
+    "bitsandbytes' `register_module_override`, as `transformers` calls it for embeddings: their states have 32 bits",
+    "attribute 'mng'.*group.*moments_dtype",
+    needs=("bitsandbytes",),
+)
+def bitsandbytes_of_modules(place):
+    return _bitsandbytes(
+        place, lambda manager, model: manager.register_module_override(model.embed, "weight", {"optim_bits": 32})
+    )
+
+
+@family.works("AdamW with moments in 8 bits, by name: what the refusal names", rtol=0.1, atol=0.1)
+def moments_in_8_bits_by_name(place):
+    options = {"moments_dtype": "int8"} if place.has_engine else {}
+    return train(place.small(lr=0.01, **options))
