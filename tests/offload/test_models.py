@@ -9,7 +9,7 @@ from tiny import Block, Tiny, batches, least_budget, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import OffloadEngine
+from offload import ConfigError, OffloadEngine
 from offload.tiers.window import CopyWindow
 
 
