@@ -103,8 +103,22 @@ def others_listen() -> bool:
     )
 
 
-unseen: Callable[[], AbstractContextManager[Any]] = found(_python_dispatch, "_disable_current_modes")
-"""Within, no ``TorchDispatchMode`` sees them."""
+_no_dispatch_modes: Callable[[], AbstractContextManager[Any]] = found(_python_dispatch, "_disable_current_modes")
+_pop_function_mode: Callable[[], Any] = found(torch.overrides, "_pop_mode")
+_push_function_mode: Callable[[Any], None] = found(torch.overrides, "_push_mode")
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Within, no mode sees the operations of this thread, and there is no default device."""
+    modes = [_pop_function_mode() for _ in range(num_function_modes())]
+    try:
+        with _no_dispatch_modes():
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_function_mode(mode)
+
 
 function_modes: Callable[[], list[Any]] = found(torch.overrides, "_get_current_function_mode_stack")
 dispatch_modes: Callable[[], list[Any]] = found(_python_dispatch, "_get_current_dispatch_mode_stack")
@@ -120,6 +134,8 @@ HOOKS_OF_ALL_FORWARDS: tuple[dict[int, Any], ...] = (
 )
 """Those of ``register_module_forward_hook`` and its like, by their numbers."""
 
+num_function_modes: Callable[[], int] = found(torch._C, "_len_torch_function_stack")
+"""The number of ``TorchFunctionMode`` that see the calls of this thread, with the default device."""
 num_listening_modes: Callable[[], int] = found(torch._C, "_len_torch_dispatch_stack")
 """The number of ``TorchDispatchMode`` that see the operations of this thread."""
 

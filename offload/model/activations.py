@@ -23,6 +23,7 @@ from offload.model.saved_tensors import SavedTensors, UsesOfUnits, changed_in_pl
 from offload.model.unit_in_model import Call
 from offload.tiers.activations.pool import ActivationPool, Kept
 from offload.torch_internals import StorageReference, keeps_version, never_compiled, transforms
+from offload.unseen import own_work
 
 LEAST_BYTES = 16 << 10
 
@@ -77,6 +78,7 @@ class Packed:
         self._layout = tensor.dtype, first, tensor.shape, tensor.stride()
         self.call = call
 
+    @own_work
     def tensor(self) -> torch.Tensor:
         """The tensor as it was. Raises ``RuntimeError`` as torch does if it was changed in place since, and
         ``ActivationError``."""
@@ -109,6 +111,7 @@ class OffloadedTensors(SavedTensors):
         """The bytes that were kept last of each storage."""
 
     @never_compiled  # torch 2.11 would make graphs of it where it is called between two
+    @own_work
     def pack(self, tensor: torch.Tensor) -> Any:
         if (
             type(tensor) not in (torch.Tensor, nn.Parameter)

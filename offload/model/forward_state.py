@@ -43,6 +43,7 @@ from offload.model.named import (
 )
 from offload.model.own_writes import bytes_hash, has_bytes
 from offload.torch_internals import dispatch_modes, function_modes
+from offload.unseen import own_work
 from swapper import OffloadError
 
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
@@ -99,6 +100,12 @@ class State:
         """Containers outside of modules, and of objects in objects, by their ``id``."""
         self._arrays: list[tuple[memoryview, bytes]] = []
         self._generator_marks: list[tuple[str, Any, Any]] = []
+        self._look(module, arguments, tensors, [*function_modes(), *dispatch_modes()])
+
+    @own_work
+    def _look(
+        self, module: nn.Module, arguments: list[Any], tensors: Sequence[torch.Tensor], modes: Iterable[Any]
+    ) -> None:
         modules = list(module.modules())
         for each in modules:
             self._know(vars(each), copied=True)
@@ -118,10 +125,11 @@ class State:
         for tensor in tensors:
             self._look_into(tensor, num_levels=_OBJECTS_MAX)
         self._look_outside(outside_of(modules, self._of_kinds))
-        of_modes = [mode.__torch_function__ for mode in function_modes()]
-        of_modes += [mode.__torch_dispatch__ for mode in dispatch_modes()]
+        called = ("__torch_function__", "__torch_dispatch__")
+        of_modes = [getattr(mode, name) for mode in modes for name in called if hasattr(mode, name)]
         self._look_outside(variables_from(of_modes))
 
+    @own_work
     def compare(self) -> None:
         """The first run is over. Raises ``ConfigError``."""
         for container, key, tensor, version, values in self._tensors:
@@ -178,6 +186,7 @@ class State:
         self._copies[id(made)] = made
         return made
 
+    @own_work
     def _again(self, value: Any) -> Any:
         """Itself; of what is such a copy, one for a run."""
         if id(value) not in self._copies:
@@ -337,11 +346,13 @@ def _is_ordinary(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.layout is torch.strided
 
 
+@own_work
 def version_of(tensor: torch.Tensor) -> int:
     """That of the tensor's bytes. Those of inference have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
+@own_work
 def _mark(tensor: torch.Tensor) -> tuple[int, int | None]:
     """Equal at two moments if nothing was written between them. A write through ``.data`` shows in the bytes alone, and
     those of a small tensor are looked at."""

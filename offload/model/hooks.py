@@ -35,11 +35,10 @@ from offload.torch_internals import (
     map_leaves,
     next_sequence_number,
     num_calls_of,
-    num_listening_modes,
     num_references,
-    unseen,
 )
 from offload.units import ParameterSpec
+from offload.unseen import own_work
 from swapper import OffloadError
 
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
@@ -88,6 +87,7 @@ class Hooks:
             self.installed.in_model(unit, parameters, self)
 
     @undisturbed
+    @own_work
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
         for entry in self.context.end(task):
@@ -229,14 +229,9 @@ class Hooks:
         unit.forward_depth = 0
         self._leave_forward(unit)
 
+    @own_work
     def _enter_forward(self, unit: UnitInModel, module: nn.Module | None) -> None:
-        """The outermost call of the unit's modules begins, that of ``module`` if torch makes it. Modes around it do not
-        see what is done here: one of a checkpoint's policy would expect the same operations when the call is
-        recomputed."""
-        if num_listening_modes():
-            with unseen():
-                self._enter_forward(unit, module)
-            return
+        """The outermost call of the unit's modules begins, that of ``module`` if torch makes it."""
         context, is_eager = self.context, not torch.compiler.is_compiling()
         if is_eager:
             if torch._C._is_tracing():
@@ -285,6 +280,7 @@ class Hooks:
             self._watch(call, leaves)  # else a node that asks for a weight is early enough
         return output
 
+    @own_work
     def _watch(self, call: Call, leaves: Sequence[torch.Tensor]) -> None:
         """Have the backward tell when it comes to the call."""
         nodes = [node for leaf in leaves if (node := first_node(call.sequence, leaf)) is not None]
@@ -350,6 +346,7 @@ class Hooks:
         unit.is_over = False
         self._listener.end_backward(unit.spec)
 
+    @own_work
     def _leave_forward(self, unit: UnitInModel) -> Call:
         call = unit.call
         assert call is not None
@@ -389,6 +386,7 @@ class Hooks:
             self.let_go(call.unit)
 
     @undisturbed
+    @own_work
     def hold(self, unit: UnitInModel) -> None:
         """Have the unit in use between calls, too, until ``let_go``, or until what ends all uses."""
         self._enter(forward=True)
@@ -397,6 +395,7 @@ class Hooks:
         unit.show_parameters()
 
     @undisturbed
+    @own_work
     def let_go(self, unit: UnitInModel) -> None:
         """End the last hold of the unit, if there is one."""
         if unit.num_holds:
@@ -405,6 +404,7 @@ class Hooks:
                 unit.show_handles()
             self._end_use(unit)
 
+    @own_work
     def _reach(self, call: Call, may_stay: bool = False) -> None:
         """The backward that this thread is in has come to the call. ``may_stay``: see ``needed``."""
         if torch.is_grad_enabled():

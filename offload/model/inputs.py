@@ -13,6 +13,7 @@ import torch
 
 from offload.device.protocol import Event, Processor
 from offload.torch_internals import replace_leaves
+from offload.unseen import own_work
 
 
 class Inputs:
@@ -25,6 +26,7 @@ class Inputs:
         self._last: Event | None = None
         """After it, everything that was brought may be changed by its owner."""
 
+    @own_work
     def bring(self, inputs: Any) -> Any:
         """The same with tensors on the device, those of a converted dtype converted likewise. A container is made anew
         only if something in it is another object now."""

@@ -42,6 +42,7 @@ from offload.model.under_way import in_first_run
 from offload.model.unit_in_model import UnitInModel
 from offload.ran_in import RanIn
 from offload.torch_internals import graph_task, put_together, taken_apart, top_hooks_step_aside, transforms
+from offload.unseen import own_work
 
 Weights: TypeAlias = tuple[list[int], list[int]]
 """A ``mark`` of a unit's weights."""
@@ -101,16 +102,13 @@ class RecomputedForward:
         if not self._is_outermost() or transforms() is not None:  # whose tensors no second run would find
             return forward(*args, **kwargs)
         leaves, structure = taken_apart((args, kwargs))
-        places: dict[int, list[int]] = {}
-        for place, leaf in enumerate(leaves):
-            if type(leaf) in (torch.Tensor, nn.Parameter) and not leaf.is_inference():  # which no graph keeps
-                places.setdefault(id(leaf), []).append(place)
-        tensors = [leaves[first] for first, *_ in places.values()]
-        if not any(tensor.requires_grad for tensor in (*tensors, *self.unit.parameters)):
+        places = _places_of_tensors(leaves)
+        tensors = [leaves[first] for first, *_ in places]
+        if not _any_trained([*tensors, *self.unit.parameters]):
             return forward(*args, **kwargs)
-        for place in chain(*places.values()):
+        for place in chain(*places):
             leaves[place] = None
-        runs = _Runs(self, forward, (args, kwargs), leaves, structure, [*places.values()])
+        runs = _Runs(self, forward, (args, kwargs), leaves, structure, places)
         return checkpoint(runs, *tensors, use_reentrant=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +156,7 @@ class RecomputedForward:
     def _refuse_twice(self, what: str) -> None:
         raise not_to_be_run_again(self.unit.spec.name, f"{what}, which a second run would do again")
 
+    @own_work
     def weights(self) -> Weights:
         """A first run is over: what it has found. Raises ``ConfigError`` if it has written to the unit's weights."""
         if self.unit.own_writes.is_written():
@@ -181,6 +180,21 @@ class RecomputedForward:
             return self._own
         assert module is not None
         return types.MethodType(type(module).forward, module)
+
+
+@own_work
+def _places_of_tensors(leaves: Sequence[Any]) -> list[list[int]]:
+    """Where each tensor is among them."""
+    places: dict[int, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        if type(leaf) in (torch.Tensor, nn.Parameter) and not leaf.is_inference():  # which no graph keeps
+            places.setdefault(id(leaf), []).append(place)
+    return [*places.values()]
+
+
+@own_work
+def _any_trained(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 class _Runs:

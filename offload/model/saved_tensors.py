@@ -38,6 +38,7 @@ from offload.torch_internals import (
     take_out_saved_tensors_hooks,
     top_saved_tensors_hooks,
 )
+from offload.unseen import own_work
 from swapper import OffloadError
 
 
@@ -117,6 +118,7 @@ class SavedTensors:
         owner = getattr(hooks[0], "__self__", None)
         return owner if isinstance(owner, (SavedTensors, HooksAbove)) and owner.uses is self.uses else None
 
+    @own_work
     def pack(self, tensor: torch.Tensor) -> Any:
         """The tensor alone is one of others, at version 0: most are, and the collector has less to look at."""
         version, address = tensor._version, address_of(tensor)
@@ -160,14 +162,19 @@ def versions_kept() -> Iterator[None]:
     assert below is not None
 
     def pack(tensor: torch.Tensor) -> Any:
-        if type(tensor) in ORDINARY:
-            tensor = tensor.detach()
-            tensor.saved_at = tensor._version  # type: ignore[attr-defined]
-        return below[0](tensor)
+        return below[0](_with_version(tensor))
 
     pack.steps_aside = True  # type: ignore[attr-defined]
     with _on_top((pack, below[1]), below):
         yield
+
+
+@own_work
+def _with_version(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) in ORDINARY:
+        tensor = tensor.detach()
+        tensor.saved_at = tensor._version  # type: ignore[attr-defined]
+    return tensor
 
 
 @contextmanager
@@ -269,6 +276,7 @@ def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_leaf else tensor.detach()
 
 
+@own_work
 def unit_around(tensor: torch.Tensor, context: HookContext) -> UnitInModel | None:
     """Return the unit in forward in whose memory the tensor is."""
     address = address_of(tensor)

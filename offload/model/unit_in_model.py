@@ -19,6 +19,7 @@ from offload.model.strays import Strays
 from offload.tiers.window import Window
 from offload.torch_internals import SavedTensorsHooks, autograd_gradient, itself, num_references
 from offload.units import ParameterSpec, UnitSpec, innermost
+from offload.unseen import own_work
 from swapper import OffloadError
 
 ORDINARY = (torch.Tensor, nn.Parameter)
@@ -193,6 +194,7 @@ class UnitInModel:
         names = [item.name for item in self.watched]
         self.strays = Strays(spec, window, self.own_writes, names)
 
+    @own_work
     def holds(self, tensor: torch.Tensor) -> bool:
         """The tensor looks at the memory under its parameters, while it is in forward."""
         return self.begin_address <= address_of(tensor) < self.end_address
@@ -241,6 +243,7 @@ class UnitInModel:
     # A parameter that was put in the place of the engine's stays there.
 
     @property
+    @own_work
     def num_weight_hooks(self) -> int:
         """The number of hooks on its parameters, wherever these are."""
         with itself():

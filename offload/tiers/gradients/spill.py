@@ -14,6 +14,7 @@ from offload.tiers.fence import UpdateFence
 from offload.tiers.gradients.host import HostGradients
 from offload.tiers.home import StoredHome, TileHomes, Transfer
 from offload.units import ParameterSpec, UnitSpec
+from offload.unseen import own_work
 from offload.waiting import Failure, Monitor
 from swapper import Lease, OffloadError
 
@@ -196,6 +197,7 @@ class SpilledGradients(HostGradients):
         self._at = buffer.address
         return super()._address(spec)
 
+    @own_work
     def _fill(self, buffer: GradientBuffer) -> None:
         """Fill with what was gathered before, or clean the buffer: padding must not hold another unit's gradients."""
         if not self._is_spilled:
