@@ -516,3 +516,34 @@ def lambda_defaultdict_in_client_state(place):
 @family.said("a sparse tensor is saved along, and comes back dense", "torch.sparse_coo.*the engine")
 def sparse_in_client_state(place):
     return given_back(place, torch.eye(2).to_sparse())
+
+
+# Saved behind a backward that adds to what PyTorch has still of the last step.
+
+
+def saved_between(place, behind_backward):
+    engine = wrapped(place)
+    for step in range(2):
+        backward(engine, step)
+        if step == behind_backward and place.has_engine:
+            engine.save_checkpoint(place.folder / "saved")
+            engine.close()
+            place.left.remove(engine)
+            engine = wrapped(place)
+            engine.load_checkpoint(place.folder / "saved")
+        engine.optimizer.step()
+        if behind_backward == 0:
+            engine.optimizer.zero_grad()
+    return values(engine.module)
+
+
+@family.said(
+    "no `zero_grad()`, a backward, saved and gone on from, a step", r"save_checkpoint\(\): there was no zero_grad"
+)
+def saved_without_zero_grad(place):
+    return saved_between(place, 1)
+
+
+@same_bits("a backward, saved and gone on from, a step, `zero_grad()`")
+def saved_before_the_first_step(place):
+    return saved_between(place, 0)
