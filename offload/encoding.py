@@ -11,7 +11,7 @@ import json
 import math
 import re
 import struct
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 from swapper import OffloadError, StorageCorrupt
 from swapper.checked import (
     ANY,
@@ -90,7 +90,7 @@ def encode(value: object, what: str) -> bytes:
 
 
 def decode(data: bytes, what: str, kind: Callable[[str], OffloadError] = StorageCorrupt) -> Any:
-    """The value that ``encode`` was given: tensors on the CPU, mappings as ``dict``.
+    """The value that ``encode`` was given: tensors on the CPU, classes of one's own as what they are made of.
 
     Raises an error of this ``kind`` for bytes that are not such a value.
     """
@@ -119,24 +119,25 @@ class _Encoder:
         self._nbytes = 0
 
     def of(self, value: Any, path: str) -> Any:
-        if isinstance(value, (bool, str, type(None))):
-            return value
-        if isinstance(value, (int, float)) and type(value) in (int, float):
+        if value is None or type(value) in (bool, str, int, float):
             return value
         if isinstance(value, torch.Tensor) and not value.is_meta:
-            return self._tensor(value)
+            return self._tensor(value, path)
         if isinstance(value, np.ndarray) and _is_plain(value.dtype):
             return {"$array": [value.dtype.str, list(value.shape), *self._keep(_bytes_of(value))]}
         if isinstance(value, np.generic) and _is_plain(value.dtype):
             return {"$scalar": [value.dtype.str, *self._keep(value.tobytes())]}
-        if isinstance(value, (bytes, bytearray)):
-            return {"$bytes": self._keep(bytes(value))}
+        if isinstance(value, bytearray):
+            return {"$bytearray": self._keep(bytes(value))}
+        if isinstance(value, bytes):
+            return {"$bytes": self._keep(value)}
         if isinstance(value, Mapping):
             return self._mapping(value, path)
         if isinstance(value, deque) and value.maxlen is not None:
             return {"$window": [value.maxlen, self.of(list(value), path)]}
         for name, kind in _SEQUENCES.items():
             if isinstance(value, kind):
+                _say_unless(type(value) is kind, value, kind.__name__, path)
                 items = [self.of(item, f"{path}[{index}]") for index, item in enumerate(value)]
                 return items if name == "list" else {f"${name}": items}
         if isinstance(value, torch.dtype):
@@ -147,22 +148,38 @@ class _Encoder:
             return {"$complex": [value.real, value.imag]}
         if isinstance(value, PurePath):
             return str(value)
-        if isinstance(value, (int, float)):  # a class of one's own, or an enumeration
-            return int(value) if isinstance(value, int) else float(value)
+        for plain, made in _PLAIN.items():
+            if isinstance(value, plain):  # a class of one's own, or an enumeration
+                _say_unless(False, value, plain.__name__, path)
+                return made(value)
         raise ConfigError(
             f"{path} is a {type(value).__qualname__}, which a checkpoint cannot hold: it takes numbers, strings, "
             "tensors, arrays, and lists, tuples, sets and dicts of them"
         )
 
     def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        plain = self._pairs(value, path)
+        for name, kind in _MAPPINGS.items():
+            if type(value) is kind:
+                return {f"${name}": plain}
+        if type(value) is defaultdict and value.default_factory in _FACTORIES.values():
+            factory = next(name for name, made_by in _FACTORIES.items() if made_by is value.default_factory)
+            return {"$defaultdict": [factory, plain]}
+        _say_unless(type(value) is dict or not isinstance(value, dict), value, "dict", path)
+        return plain
+
+    def _pairs(self, value: Mapping[Any, Any], path: str) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: self.of(item, f"{path}[{key!r}]") for key, item in value.items()}
         pairs = [[self.of(key, f"a key of {path}"), self.of(item, f"{path}[{key!r}]")] for key, item in value.items()]
         return {"$dict": pairs}
 
-    def _tensor(self, value: torch.Tensor) -> Any:
+    def _tensor(self, value: torch.Tensor, path: str) -> Any:
         plain = value.detach().cpu()
         if plain.layout is not torch.strided or plain.is_quantized:
+            what = f"{plain.dtype}" if plain.is_quantized else f"{plain.layout}"
+            if "'buffers'" not in path:  # they are copied into the model's, which know what they are
+                warn(f"{path} is a tensor of {what}: loading what the engine saves gives a plain one of its numbers")
             plain = plain.dequantize() if plain.is_quantized else plain.to_dense()
         plain = plain.resolve_conj().resolve_neg().contiguous()
         raw = plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
@@ -225,6 +242,11 @@ class Decoder:
     def _special(self, name: str, content: Any) -> Any:
         if name in _SEQUENCES:
             return _SEQUENCES[name](_LIST.take(content))
+        if name in _MAPPINGS:
+            return _MAPPINGS[name](_DICT.take(content))
+        if name == "defaultdict":
+            factory, items = _DEFAULTS.take(content)
+            return defaultdict(factory, items)
         if name == "window":
             return _window(*_WINDOW.take(content))
         if name == "dict":
@@ -233,8 +255,8 @@ class Decoder:
             if len(found) != len(pairs):
                 raise Refused("a key is there twice")
             return found
-        if name == "bytes":
-            return bytes(self._part(*_RANGE.take(content)))
+        if name in ("bytes", "bytearray"):
+            return (bytes if name == "bytes" else bytearray)(self._part(*_RANGE.take(content)))
         if name == "tensor":
             dtype, shape, offset, nbytes = _TENSOR.take(content)
             part = self._part(offset, nbytes, math.prod(shape) * dtype.itemsize)
@@ -269,7 +291,24 @@ class Decoder:
         return self._memory[offset : offset + nbytes]
 
 
-_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_SEQUENCES: dict[str, Any] = {
+    **{"list": list, "size": torch.Size, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+}
+_MAPPINGS: dict[str, Any] = {"ordereddict": OrderedDict, "counter": Counter}
+_PLAIN: dict[type, Any] = {int: int.__int__, float: float.__float__, str: str.__str__}
+_FACTORIES: dict[str, Any] = {
+    **{"none": None, "bool": bool, "int": int, "float": float, "str": str},
+    **{"list": list, "tuple": tuple, "set": set, "dict": dict},
+}
+"""What a ``defaultdict`` makes values with, by its name: a function has none that could be trusted."""
+
+
+def _say_unless(is_kept: bool, value: Any, plain: str, path: str) -> None:
+    if not is_kept:
+        warn(
+            f"{path} is of the class {type(value).__qualname__}, which the engine's files have no word for: loading "
+            f"gives a plain {plain}. Make it one before it is saved, or make the object of it again"
+        )
 
 
 def _window(length: int, items: list[Any]) -> deque[Any]:
@@ -279,8 +318,8 @@ def _window(length: int, items: list[Any]) -> deque[Any]:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Its name says all of it: no objects, and no fields."""
-    return not dtype.hasobject and dtype.names is None
+    """Its name says all of it: no objects, no fields, and no empty words."""
+    return not dtype.hasobject and dtype.names is None and dtype.itemsize > 0
 
 
 def _bytes_of(array: Any) -> memoryview:
@@ -333,6 +372,13 @@ class Dtype(OneOf[torch.dtype]):
         return super().take(str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value)
 
 
+class _Dict(Kind[dict[Any, Any]]):
+    def take(self, value: Any) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise Refused("expected an object")
+        return value
+
+
 class _List(Kind[list[Any]]):
     def take(self, value: Any) -> list[Any]:
         if not isinstance(value, list):
@@ -341,7 +387,8 @@ class _List(Kind[list[Any]]):
 
 
 DTYPE = Dtype(DTYPES)
-_LIST, _PAIR = _List(), Tuple(ANY, ANY)
+_LIST, _DICT, _PAIR = _List(), _Dict(), Tuple(ANY, ANY)
+_DEFAULTS = Tuple(OneOf(_FACTORIES), _DICT)
 _WINDOW = Tuple(Int(), _LIST)
 _RANGE = Tuple(Int(), Int())
 _TENSOR = Tuple(DTYPE, Shape(), Int(), Int())

@@ -219,6 +219,7 @@ class Checkpoints:
         self.is_due = is_open
         self.generations.wait()
         self._warn_of_newcomers()
+        self._access.using_gradients("engine.save_checkpoint()", [spec for spec, _ in self._access.gradients.of_all()])
         feed = self._present_feed()
         directory.make()
         self._sink.settle()

@@ -3,7 +3,9 @@ budgets and modes. The optimizer is torch's own arithmetic, so that bits are com
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
 import io
 import pickle
 from typing import Any
@@ -459,3 +461,89 @@ def durable_cut_behind_evaluation(place):
 @same_bits("a durable run is evaluated, momentum is dropped, the run ends and goes on")
 def durable_momentum_behind_evaluation(place):
     return ended_behind(place, momentum_is_dropped)
+
+
+# The classes of what a user saves along.
+
+
+def given_back(place, value):
+    """The class of what comes back of ``value``, and what it is."""
+    engine = wrapped(place)
+    found = steps(engine, 0, 1)
+    if place.has_engine:
+        engine.save_checkpoint(place.folder / "saved", client_state={"it": value})
+        value = engine.load_checkpoint(place.folder / "saved")["it"]
+    return found, type(value).__name__, repr(value)
+
+
+class Phase(enum.IntEnum):
+    WARM = 1
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@same_bits("a Counter of words seen is saved along, and counts on")
+def counter_in_client_state(place):
+    return given_back(place, collections.Counter("abba"))
+
+
+@same_bits("an OrderedDict whose order is of use is saved along")
+def ordered_in_client_state(place):
+    return given_back(place, collections.OrderedDict([("b", 1), (2, torch.ones(2))]))
+
+
+@same_bits("a defaultdict of lists and a bytearray are saved along")
+def defaultdict_in_client_state(place):
+    return given_back(place, [collections.defaultdict(list, {3: [1]}), bytearray(b"seen"), torch.Size([2])])
+
+
+@family.said("a named tuple is saved along, and comes back as a tuple", "Point.*the engine's.*a plain tuple")
+def namedtuple_in_client_state(place):
+    return given_back(place, Point(1, 2))
+
+
+@family.said("a member of an IntEnum is saved along, and comes back as a number", "Phase.*the engine's.*a plain int")
+def enumeration_in_client_state(place):
+    return given_back(place, [Phase.WARM])
+
+
+@family.said("a defaultdict of a function is saved along, and comes back as a dict", "defaultdict.*a plain dict")
+def lambda_defaultdict_in_client_state(place):
+    return given_back(place, collections.defaultdict(lambda: 5, a=1))
+
+
+@family.said("a sparse tensor is saved along, and comes back dense", "torch.sparse_coo.*the engine")
+def sparse_in_client_state(place):
+    return given_back(place, torch.eye(2).to_sparse())
+
+
+# Saved behind a backward that adds to what PyTorch has still of the last step.
+
+
+def saved_between(place, behind_backward):
+    engine = wrapped(place)
+    for step in range(2):
+        backward(engine, step)
+        if step == behind_backward and place.has_engine:
+            engine.save_checkpoint(place.folder / "saved")
+            engine.close()
+            place.left.remove(engine)
+            engine = wrapped(place)
+            engine.load_checkpoint(place.folder / "saved")
+        engine.optimizer.step()
+        if behind_backward == 0:
+            engine.optimizer.zero_grad()
+    return values(engine.module)
+
+
+@family.said(
+    "no `zero_grad()`, a backward, saved and gone on from, a step", r"save_checkpoint\(\): there was no zero_grad"
+)
+def saved_without_zero_grad(place):
+    return saved_between(place, 1)
+
+
+@same_bits("a backward, saved and gone on from, a step, `zero_grad()`")
+def saved_before_the_first_step(place):
+    return saved_between(place, 0)

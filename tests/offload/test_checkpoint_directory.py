@@ -142,6 +142,14 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, run):
         save(tmp_path, run, 1, "run-1.store")
 
 
+def test_a_latest_that_is_a_directory_is_named_before_anything_is_written(tmp_path: Path, run):
+    (tmp_path / "latest" / "kept").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"latest is a directory.*rename it.*Nothing was written"):
+        save(tmp_path, run, 1)
+    assert names(tmp_path) == ["latest"]
+    assert (tmp_path / "latest" / "kept").is_dir()
+
+
 def test_a_latest_that_names_nothing_is_said_and_the_last_one_saved_is_taken(tmp_path: Path, run):
     for step in (8, 2, 4):
         save(tmp_path, run, step)

@@ -8,9 +8,10 @@ import re
 import struct
 import sys
 import tracemalloc
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,22 @@ def test_units_of_many_parameters_and_tiles_come_back(tmp_path: Path):
     assert found.run == {**run, "groups": (), "objects": ()}
 
 
+class _Phase(IntEnum):
+    WARM = 1
+
+
+_Point = namedtuple("_Point", "x y")
+
+_KEPT: list[Any] = [
+    *(Counter([3, 4, 4]), Counter({"$a": 1}), OrderedDict(b=1, a=2), OrderedDict([(2, 1)]), defaultdict(int, {1: 2})),
+    *(bytearray(b"ab"), bytearray(), torch.Size([2, 3]), np.str_("a")),
+]
+_SIMPLER: list[tuple[Any, Any]] = [
+    *((_Phase.WARM, 1), (_Point(1, 2), (1, 2)), (defaultdict(lambda: 5, a=1), {"a": 1}), (np.str_(""), "")),
+    (type("Own", (dict,), {})(a=1), {"a": 1}),
+]
+
+
 def test_every_kind_of_value_comes_back():
     value = {
         **{"tensor": torch.arange(6.0).view(2, 3), "empty": torch.empty(0, 3), "truth": torch.tensor([True, False])},
@@ -342,6 +359,16 @@ def test_every_kind_of_value_comes_back():
         )
     window = decode(encode(deque([1, 2], maxlen=3), "it"), "it")
     assert (window, window.maxlen) == (deque([1, 2]), 3)
+    for kept in _KEPT:
+        found = decode(encode(kept, "it"), "it")
+        assert (type(found), found) == (type(kept), kept)
+    assert decode(encode(defaultdict(list, a=[1]), "it"), "it")["b"] == []
+    for simpler, plain in _SIMPLER:
+        with pytest.warns(UserWarning, match="^it is .*loading gives a plain"):
+            found = decode(encode(simpler, "it"), "it")
+        assert (type(found), found) == (type(plain), plain)
+    with pytest.warns(UserWarning, match="it is a tensor of torch.sparse_coo"):
+        assert decode(encode(torch.eye(2).to_sparse(), "it"), "it").equal(torch.eye(2))
     assert decode(encode(torch.tensor([1j]).conj(), "it"), "it").equal(torch.tensor([-1j]))
     with pytest.raises(ConfigError, match="ndarray, which a checkpoint cannot hold"):
         encode(np.zeros(2, dtype=[("field", "i4")]), "it")

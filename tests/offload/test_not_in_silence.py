@@ -144,6 +144,18 @@ def test_gradients_that_were_zeroed_in_part_are_said_at_the_next_step(engine: Of
         engine.optimizer.step()
 
 
+def test_a_save_behind_a_backward_without_zero_grad_says_that_nothing_was_added(engine: OffloadEngine, tmp_path: Path):
+    first, second = batches(2)
+    backward(engine, *first)
+    engine.optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.save_checkpoint(tmp_path / "saved")
+        backward(engine, *second)
+    with pytest.warns(UserWarning, match=r"save_checkpoint\(\): there was no zero_grad\(\) since"):
+        engine.save_checkpoint(tmp_path / "saved")
+
+
 def test_a_gradient_penalty_is_refused_at_the_first_backward(engine: OffloadEngine):
     tokens, targets = batches(1)[0]
     loss = loss_of(engine(tokens), targets)

@@ -228,6 +228,11 @@ class SavingDirectory(CheckpointDirectory):
             self._run = self._identity.in_directory(self.path)
         except OSError as error:
             raise unusable(f"{self.path} cannot be made or looked at", error) from None
+        if (self.path / _LATEST).is_dir():
+            raise ConfigError(
+                f"{self.path / _LATEST} is a directory, and the file with the latest tag is to have that name: rename "
+                "it, or give another directory for checkpoints. Nothing was written"
+            )
         self._choose_tag()
 
     def _choose_tag(self) -> None:
