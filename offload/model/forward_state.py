@@ -14,6 +14,7 @@ is retained has several: each of them has a copy of its own.
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import types
@@ -121,6 +122,14 @@ class State:
         of_modes = [mode.__torch_function__ for mode in function_modes()]
         of_modes += [mode.__torch_dispatch__ for mode in dispatch_modes()]
         self._look_outside(variables_from(of_modes))
+
+    def so_far(self) -> State:
+        """What it would be if the first run, which goes on, were over. Raises ``ConfigError``."""
+        now = copy.copy(self)
+        now._known, now._unchanged, now._variables = dict(self._known), [*self._unchanged], [*self._variables]
+        now._generators = copy.copy(self._generators)
+        now.compare()
+        return now
 
     def compare(self) -> None:
         """The first run is over. Raises ``ConfigError``."""
