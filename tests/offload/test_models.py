@@ -395,3 +395,26 @@ def test_a_torch_that_cannot_exchange_pointers_gives_the_same_bits(kind, tmp_pat
     losses, weights = offloaded(kind, precision="fp32", nvme_path=tmp_path, host_memory=budget)
     assert losses == expected
     assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_is_used_saved_and_loaded(layout: torch.layout, tmp_path: Path):
+    class Graph(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("adjacency", (scale * torch.eye(4)).to_sparse(layout=layout))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.adjacency @ self.linear(x)
+
+    with OffloadEngine(Graph(3.0), precision="fp32") as engine:
+        engine.backward(engine(torch.ones(4, 4)).sum())
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        expected = engine(torch.ones(4, 4))
+    with OffloadEngine(Graph(1.0), precision="fp32") as engine:
+        engine.load_checkpoint(tmp_path)
+        assert engine.module.adjacency.layout is layout
+        assert torch.equal(engine.module.adjacency.to_dense(), 3 * torch.eye(4))
+        assert torch.equal(engine(torch.ones(4, 4)), expected)
