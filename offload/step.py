@@ -261,8 +261,8 @@ class Step:
                 self.failure.record(OffloadError(_HALF_A_STEP))
             raise
         if verdict.stepping:
-            own = self.access.own_gradients  # which stay, as in PyTorch
-            self.access.to_be_zeroed.update(spec for spec in verdict.stepping if own.of(spec) is None)
+            self.access.to_be_zeroed.update(verdict.stepping)
+            self.access.to_be_zeroed.difference_update(self.access.own_gradients.of_spec)  # which stay, as in PyTorch
         else:
             self.warnings.empty_step()
 
