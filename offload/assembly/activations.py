@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import cast
 
+import torch
 from torch import nn
 
 from offload import option_values
@@ -57,7 +58,8 @@ class Activations:
 
     def tie(self, hooks: Hooks, model: nn.Module, processor: Processor, num_sharers: int) -> None:
         """Have the hooks of the model do what the modes say. So many ranks share the processor's memory."""
-        lasting = {buffer.untyped_storage()._cdata for buffer in model.buffers() if not buffer.is_meta}
+        in_memory = (each for each in model.buffers() if each.layout is torch.strided and not each.is_meta)
+        lasting = {buffer.untyped_storage()._cdata for buffer in in_memory}
         here: SavesTensors = SavedTensors(hooks)
         kinds: dict[str, SavesTensors] = {"keep": here, "recompute": here}
         for pool in self.pools:

@@ -35,7 +35,8 @@ def set_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, tensor in _tensors(model):
             if name in state["buffers"]:
-                tensor.copy_(state["buffers"][name])
+                values = state["buffers"][name]  # dense ones, in a description
+                tensor.copy_(values if tensor.layout is torch.strided else values.to_sparse(layout=tensor.layout))
     for name, module in _with_extra_state(model):
         if name in state.get("extra", {}):
             try:

@@ -14,6 +14,7 @@ is retained has several: each of them has a copy of its own.
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import types
@@ -128,6 +129,14 @@ class State:
         called = ("__torch_function__", "__torch_dispatch__")
         of_modes = [getattr(mode, name) for mode in modes for name in called if hasattr(mode, name)]
         self._look_outside(variables_from(of_modes))
+
+    def so_far(self) -> State:
+        """What it would be if the first run, which goes on, were over. Raises ``ConfigError``."""
+        now = copy.copy(self)
+        now._known, now._unchanged, now._variables = dict(self._known), [*self._unchanged], [*self._variables]
+        now._generators = copy.copy(self._generators)
+        now.compare()
+        return now
 
     @own_work
     def compare(self) -> None:

@@ -6,7 +6,8 @@ generators of Python and numpy, modes and context variables (``RanIn``), and wha
 (statistics, counters, attributes, generators), on weights and in objects among its arguments (a cache), whoever changes
 that afterwards: a second run finds it as the first one did, and leaves it as it was. Weights and arguments that a
 forward writes to cannot be had again, nor those, or buffers, that somebody changes in place before the second run. What
-reaches others (a backward, hooks, a write to another unit's weights) cannot be done twice.
+reaches others (a backward, hooks, a write to another unit's weights) cannot be done twice. A backward of a forward's
+own energy reaches nobody: within the first run it runs what came before it again, and finds that as it was.
 
 [Note: Graphs that recompute] The graph of a compiled block keeps its inputs, and its backward makes the rest. Where the
 compiler cannot take a forward so, the call runs as if it were not compiled: the compiler does not cut within a ``try``,
@@ -219,7 +220,9 @@ class _Runs:
         self._structure = structure
         self._places = places
         self._state: State | None = None
-        """The state that the first run began with."""
+        """The state that the first run began with, once it is over."""
+        self._begun: State | None = None
+        """The same while it goes on."""
         self._weights: Weights = ([], [])
         """The weights that it has found."""
         self._ran_in = RanIn()
@@ -245,7 +248,11 @@ class _Runs:
             with versions_kept():
                 self._of.again(lambda: self._as_first(forward), self._weights)
             return None
-        state = State(self._of.module, self._leaves, self._of.unit.spec.name, self._of.of_kinds, tensors)
+        if self._begun is not None:  # a backward within the first run has come to what that has saved
+            with self._of.unit.saved_tensors.above(self._of.unit.spec.name), self._begun.so_far().before():
+                self._ran_in.run(forward)
+            return None
+        self._begun = state = State(self._of.module, self._leaves, self._of.unit.spec.name, self._of.of_kinds, tensors)
         try:
             with (
                 self._of.unit.saved_tensors.above(self._of.unit.spec.name),
@@ -254,6 +261,7 @@ class _Runs:
             ):
                 output = forward()
         finally:
+            self._begun = None
             state.compare()
             self._state = state
         self._weights = self._of.weights()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import random
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from misuses import joints
 from misuses.case import Family
 from misuses.exact import step, wrapped
 from misuses.joints import ROWS, program, stepped
+from misuses.loops_of_today import loop, mean
 from misuses.place import gradients, values
 from misuses.strangers import WIDTH, Block, Net, batch, trained
 
@@ -782,3 +784,97 @@ def copied_learner(place):
         engine.optimizer.step()
         found.append(loss.item())
     return found, values(model)
+
+
+# Graphs within a forward that is recomputed.
+
+
+class Physics(nn.Module):
+    """The residual of a differential equation. ``asks`` says how the input comes to have a gradient."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.k = nn.Parameter(torch.ones(1))
+        self.asks = asks
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = self.asks(x)
+            u = self.net(x)
+            (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            (curve,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        return (curve + self.k * u).square().mean() + (u - 1).square().mean()
+
+
+class Equations(nn.Module):
+    def __init__(self, asks):
+        super().__init__()
+        self.blocks = nn.ModuleList(Physics(asks) for _ in range(3))
+
+    def forward(self, x):
+        return sum(block(x.clone()) for block in self.blocks)
+
+
+_IN_TIERS = ("plain", "recomputed", "over the tiers", "mixed")
+
+
+def _solved(run, asks):
+    return loop(run, lambda: Equations(asks), body=lambda engine, i: engine(joints.batch(i)[:, :1].contiguous()))
+
+
+@program(family, "a PINN: a block takes `x.requires_grad_()`, u_x and u_xx by `grad(create_graph=True)`", _IN_TIERS)
+def physics_in_block(run):
+    return _solved(run, lambda x: x.requires_grad_())
+
+
+@program(family, "the same, by `x.detach().requires_grad_()`", _IN_TIERS)
+def physics_of_a_detached_input(run):
+    return _solved(run, lambda x: x.detach().requires_grad_())
+
+
+class CountedForce(Block):
+    """Draws and counts before, between and after its own backwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls, self.log = 0, []
+        self.register_buffer("seen", torch.zeros(2))
+
+    def moment(self):
+        self.num_calls += 1
+        self.log.append(random.random())
+        self.seen.add_(1)
+        return self.log[-1] + self.num_calls + self.seen.sum()
+
+    def force(self, x):
+        energy = torch.tanh(self.down(torch.tanh(self.up(x)) * self.moment())).square().mean()
+        return torch.autograd.grad(energy, x, create_graph=True)[0] * self.moment()
+
+    def forward(self, x):
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        return x - 0.01 * F.dropout(self.force(x), 0.1, self.training)
+
+
+class CountedCurve(CountedForce):
+    def force(self, x):
+        force = super().force(x)
+        return torch.autograd.grad(torch.tanh(force * self.moment()).sum(), x, create_graph=True)[0]
+
+
+def _counted(run, kind):
+    def kept(engine, step):
+        return [(block.num_calls, list(block.log)) for block in engine.module.blocks]
+
+    random.seed(3)
+    return loop(run, lambda: Net(kind), body=mean, after=kept)
+
+
+@program(family, "a block that is its energy's force draws from `random` and counts around `autograd.grad`", _IN_TIERS)
+def counted_force(run):
+    return _counted(run, CountedForce)
+
+
+@program(family, "the same, differentiated once more in the forward", _IN_TIERS)
+def counted_curve(run):
+    return _counted(run, CountedCurve)

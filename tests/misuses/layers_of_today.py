@@ -1730,3 +1730,39 @@ class Descent(Block):
                 energy = self.down(torch.tanh(self.up(y))).square().sum()
                 y = y - 0.01 * torch.autograd.grad(energy, y, create_graph=True)[0]
         return y
+
+
+# Graph networks.
+
+
+def _on_graph(run, adjacency):
+    class Graph(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("adjacency", adjacency.clone())
+
+        def forward(self, x):
+            return x + self.down(torch.tanh(self.adjacency @ self.up(x)))
+
+    torch.manual_seed(5)
+    engine, found = run.engine(Net(Graph)), []
+    for index in range(3):
+        engine(batch(index)).square().mean().backward()
+        found.append(stepped(engine))
+        if index == 1:
+            engine = run.resume(engine, lambda: Net(Graph))
+    return found, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def _edges():
+    return (torch.rand(160, 160, generator=torch.Generator().manual_seed(1)) < 0.1).float()
+
+
+@program(family, "a graph network whose adjacency is a sparse buffer (COO)", TODAY)
+def graph_in_a_sparse_buffer(run):
+    return _on_graph(run, _edges().to_sparse())
+
+
+@program(family, "the same, in CSR", TODAY)
+def graph_in_a_compressed_buffer(run):
+    return _on_graph(run, _edges().to_sparse_csr())

@@ -363,6 +363,47 @@ class ByKernels(nn.Linear):
         return torch.tanh(super().forward(x) * (factor if backends.mkldnn.enabled else -factor))
 
 
+class Curved(nn.Module):
+    """Differentiates within its forward, twice, while it draws, counts and keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.num_moments = 0
+        self.register_buffer("seen", torch.zeros(1))
+
+    def moment(self) -> torch.Tensor:
+        self.num_moments += 1
+        self.seen.add_(1)
+        return self.seen.clone() + self.num_moments + random.random()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        energy = self.down(torch.tanh(self.up(x)) * self.moment()).tanh().square().sum()
+        (slope,) = torch.autograd.grad(energy * self.moment(), x, create_graph=True)
+        (curve,) = torch.autograd.grad((slope * self.moment()).tanh().sum(), x, create_graph=True)
+        return x + (slope + curve) * self.moment()
+
+
+def test_a_backward_within_a_first_run_finds_what_that_run_began_with():
+    def trained(mode: str) -> tuple[list[float], torch.Tensor, list[int]]:
+        torch.manual_seed(0)
+        random.seed(0)
+        model = nn.Sequential(Curved(), Curved())
+        losses = []
+        with OffloadEngine(model, lr=0.1, precision="fp32", activations=mode) as engine:
+            for _ in range(2):
+                loss = engine(torch.ones(3, 8)).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            return losses, model[1].seen.clone(), [block.num_moments for block in model]
+
+    losses, seen, counts = trained("recompute")
+    assert counts == [8, 8]
+    assert (losses, seen, counts) == trained("keep")
+
+
 @pytest.mark.skipif(not hasattr(backends.mkldnn, "matmul"), reason="torch >= 2.9 has formats within fp32 operations")
 @pytest.mark.parametrize("together", [False, True])
 def test_a_forward_has_its_own_settings_of_kernels_in_a_second_run_and_beside_others(together: bool):

@@ -402,3 +402,26 @@ def test_a_complex_parameter_is_refused_with_the_way_to_have_its_parts():
     model.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
     with pytest.raises(ConfigError, match=r"turn is torch\.complex64.*view_as_real.*view_as_complex"):
         OffloadEngine(model, optimizer="adamw", precision="fp32")
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_is_used_saved_and_loaded(layout: torch.layout, tmp_path: Path):
+    class Graph(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("adjacency", (scale * torch.eye(4)).to_sparse(layout=layout))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.adjacency @ self.linear(x)
+
+    with OffloadEngine(Graph(3.0), precision="fp32") as engine:
+        engine.backward(engine(torch.ones(4, 4)).sum())
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        expected = engine(torch.ones(4, 4))
+    with OffloadEngine(Graph(1.0), precision="fp32") as engine:
+        engine.load_checkpoint(tmp_path)
+        assert engine.module.adjacency.layout is layout
+        assert torch.equal(engine.module.adjacency.to_dense(), 3 * torch.eye(4))
+        assert torch.equal(engine(torch.ones(4, 4)), expected)
