@@ -35,7 +35,10 @@ from offload.torch_internals import (
     map_leaves,
     next_sequence_number,
     num_calls_of,
+    num_function_modes,
+    num_listening_modes,
     num_references,
+    unseen,
 )
 from offload.units import ParameterSpec
 from offload.unseen import own_work
@@ -229,9 +232,12 @@ class Hooks:
         unit.forward_depth = 0
         self._leave_forward(unit)
 
-    @own_work
     def _enter_forward(self, unit: UnitInModel, module: nn.Module | None) -> None:
         """The outermost call of the unit's modules begins, that of ``module`` if torch makes it."""
+        if num_listening_modes() or num_function_modes():  # as ``own_work``, without a call for each unit
+            with unseen():
+                self._enter_forward(unit, module)
+            return
         context, is_eager = self.context, not torch.compiler.is_compiling()
         if is_eager:
             if torch._C._is_tracing():

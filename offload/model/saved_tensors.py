@@ -34,9 +34,12 @@ from offload.torch_internals import (
     current_node,
     graph_task,
     hooks_step_aside,
+    num_function_modes,
+    num_listening_modes,
     push_saved_tensors_hooks,
     take_out_saved_tensors_hooks,
     top_saved_tensors_hooks,
+    unseen,
 )
 from offload.unseen import own_work
 from swapper import OffloadError
@@ -118,9 +121,11 @@ class SavedTensors:
         owner = getattr(hooks[0], "__self__", None)
         return owner if isinstance(owner, (SavedTensors, HooksAbove)) and owner.uses is self.uses else None
 
-    @own_work
     def pack(self, tensor: torch.Tensor) -> Any:
         """The tensor alone is one of others, at version 0: most are, and the collector has less to look at."""
+        if num_listening_modes() or num_function_modes():  # as ``own_work``, without a call for each tensor
+            with unseen():
+                return self.pack(tensor)
         version, address = tensor._version, address_of(tensor)
         kept = tensor.detach() if type(tensor) in ORDINARY else _without_history(tensor)
         for unit in self.uses.context.in_forward:
