@@ -1758,7 +1758,7 @@ def _edges():
     return (torch.rand(160, 160, generator=torch.Generator().manual_seed(1)) < 0.1).float()
 
 
-@program(family, "a graph network whose adjacency is a sparse buffer (COO)", TODAY)
+@program(family, "a graph network whose adjacency is a sparse buffer of coordinates", TODAY)
 def graph_in_a_sparse_buffer(run):
     return _on_graph(run, _edges().to_sparse())
 
