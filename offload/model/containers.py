@@ -16,6 +16,8 @@ CONTAINERS: tuple[type, ...] = (*CHANGING, tuple)
 
 def kind_of(container: Any) -> Any:
     """The built-in class that a container is of, or derived from."""
+    if type(container) in CONTAINERS:
+        return type(container)
     return next(kind for kind in CONTAINERS if isinstance(container, kind))
 
 

@@ -53,8 +53,8 @@ def known_to(function: Any) -> Iterator[Any]:
 
 def _comparable(state: Any) -> Any:
     """The same with bytes in the place of arrays, which compare element by element."""
-    if isinstance(state, tuple):
-        return tuple(map(_comparable, state))
+    if isinstance(state, tuple):  # Python's own begins with a number, and 625 of them compare as they are
+        return state if isinstance(state[0], int) else tuple(map(_comparable, state))
     if isinstance(state, dict):
         return {name: _comparable(value) for name, value in state.items()}
     if isinstance(state, torch.Tensor):
