@@ -11,6 +11,7 @@ from dis import get_instructions
 from functools import cache, partial
 from itertools import chain
 from operator import setitem
+from threading import Thread
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -29,7 +30,7 @@ _FIXED = (nn.Parameter, type, ModuleType, *FUNCTIONS, BuiltinFunctionType, prope
 _LEVELS = 3
 """Of functions that name functions."""
 _FUNCTIONS_MAX = 300
-_OTHERS = {"offload", "swapper", "aio_ext", "torch", "logging"}
+_OTHERS = {"offload", "swapper", "aio_ext", "torch", "logging", "tqdm"}
 """Packages whose functions and objects are not searched."""
 _LIBRARIES = _OTHERS | sys.stdlib_module_names | {"numpy"}
 _OF_GLOBALS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"}
@@ -149,7 +150,9 @@ def outside_of(modules: Sequence[nn.Module], of_kinds: dict[type, tuple[Variable
 
 
 def is_of_others(item: Any) -> bool:
-    """The function or the object's class is torch's or the engine's."""
+    """The function or the object's class is torch's or the engine's, or it is a thread, which changes by itself."""
+    if isinstance(item, Thread):
+        return True
     module = item.__module__ if isinstance(item, FunctionType) else type(item).__module__
     return str(module).split(".")[0] in _OTHERS
 

@@ -1003,3 +1003,26 @@ def test_a_call_within_a_forward_is_refused(engine: OffloadEngine):
         engine(batches(1)[0][0])
     hook.remove()
     check_that_it_trains(engine)
+
+
+def test_a_thread_that_a_function_of_a_block_names_may_change_by_itself():
+    watcher = threading.Thread()
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        watcher.woken = object()  # type: ignore[attr-defined]
+        return x
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.steps = nn.Linear(4, 4), [watched]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.steps[0](self.linear(x))
+
+    model = nn.Sequential(Watched(), Watched(), Watched())
+    with OffloadEngine(model, gradient_accumulation_steps=3) as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):  # the first forward of all is alone
+            engine.together([torch.ones(2, 4)] * 3, lambda x: engine.backward(engine(x).sum()))
+            engine.step()
