@@ -70,9 +70,9 @@ class Known:
         elif (mark := mark_of(value)) is not None:
             self.marks.append(mark)
 
-    def add_versions(self, module: nn.Module) -> None:
-        """What a module outside of the model has: attributes, and versions of buffers and parameters."""
-        for each in module.modules():
+    def add_versions(self, modules: Iterable[nn.Module]) -> None:
+        """What modules outside of the model have: attributes, and versions of buffers and parameters."""
+        for each in modules:
             for name, value in vars(each).items():
                 if name not in _OF_MODULES:
                     self.add(value)

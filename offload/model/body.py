@@ -1,42 +1,37 @@
 """State of the function that micro-batches run: what it reads and moves, beside the model.
 
 A loop may hand something on from one micro-batch to the next: a hidden state, a memory bank, a running mean. Under way
-together they would find what another one has left there, or has not left yet.
-
-[Note: What a function only writes] ``losses.append(loss.item())`` and ``total += loss.item()`` come in the order of the
-loop, and nothing depends on them. So what counts is what the function reads: the names and attributes in its source
-that do not stand alone as the target of an assignment, or as the object of a method whose result nobody takes. Where
-there is no source, or the file may have been edited since it was imported, all that it names is read.
+together they would find what another one has left there, or has not left yet. What counts is what the function reads:
+see [Note: What a function only writes].
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-import time
 from collections.abc import Callable, Iterator
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from offload.model.attributes import Known
 from offload.model.containers import CONTAINERS, items_of, length_of
-from offload.model.moving import BYTES_MAX
+from offload.model.draws import generators_among
+from offload.model.moving import BYTES_MAX, attributes_of, is_iterator
 from offload.model.named import CALLED, is_of_library, is_of_others, names_of
 from offload.model.own_writes import bytes_hash, has_bytes
+from offload.model.reads import SUPER, Names, reads_of
 
 _ITEMS_MAX = 1000
 """In a larger container no functions are searched."""
-_LEVELS = 3
-"""Of functions that call functions, and of objects in objects."""
+_LEVELS = 8
+"""Of functions that call functions, of objects in objects, and of containers in containers."""
+_MAX = 300
+"""More functions, or objects in one that is read as a whole, are not looked at."""
 _Get = Callable[[], Any]
-_START = time.time()
-"""A file that was written to later may hold another program than the one that runs."""
+_Key = tuple[int, int]
 
 
 class Body:
@@ -47,12 +42,15 @@ class Body:
         self._own = own
         self._read: list[tuple[str, _Get]] = []
         """Several functions may have one name for something of their own."""
-        self._seen: set[int] = set()
+        self._seen: set[_Key] = set()
         self._look_at(function, _LEVELS)
         if isinstance(items, GeneratorType) and items.gi_frame is not None:
-            self._look_at_code(items.gi_code, items.gi_frame.f_globals, dict(_of_frame(items)), _LEVELS)
+            self._look_at_code(items.gi_code, items.gi_frame.f_globals, dict(_of_frame(items)), _LEVELS, _key_of(items))
         elif isinstance(items, map):
             self._look_at(items.__reduce__()[1][0], _LEVELS)  # type: ignore[index]
+        elif isinstance(items, _BaseDataLoaderIter):
+            for each in _called_by(items):
+                self._look_at(each, _LEVELS)
         self._known = self._now()
 
     def changed(self) -> str | None:
@@ -62,28 +60,42 @@ class Body:
         pairs = zip(self._read, now, before, strict=True)
         return next((name for (name, _), known, other in pairs if not known.is_as(other)), None)
 
+    def everything(self) -> Iterator[Any]:
+        """All that it reads."""
+        for known in self._known:
+            yield from known.values
+
+    def took(self) -> None:
+        """A micro-batch is about to use the model. What it has taken from iterators came in the order of the loop."""
+        for index, (_, get) in enumerate(self._read):
+            if isinstance(value := get(), _ITERATORS) or is_iterator(value):
+                self._known[index] = self._mark(value)
+
     def _now(self) -> list[Known]:
         return [self._mark(get()) for _, get in self._read]
 
     def _mark(self, value: Any) -> Known:
         known = Known()
-        self._add(known, value, _LEVELS)
+        self._add(known, value, _LEVELS, set())
         return known
 
-    def _add(self, known: Known, value: Any, levels: int) -> None:
+    def _add(self, known: Known, value: Any, levels: int, seen: set[int]) -> None:
         if isinstance(value, nn.Module):
-            if not any(map(self._own, value.modules())):
-                known.add_versions(value)
+            known.add_versions([module for module in value.modules() if not self._own(module)])
             return
         first = len(known.values)
-        known.add(value)
-        for item in known.values[first:]:
-            if type(item) is torch.Tensor and item.nbytes <= BYTES_MAX and has_bytes(item):
+        known.add(value, _LEVELS)
+        items = known.values[first:]
+        for item in items:
+            if type(item) is nn.Parameter:  # one of the program's own: the engine's have handles
+                known.marks.append(item._version)
+            if type(item) in (torch.Tensor, nn.Parameter) and item.nbytes <= BYTES_MAX and has_bytes(item):
                 known.marks.append(bytes_hash(item))  # a write through ``.data`` shows there alone
-        for item in known.values[first:] if levels else ():
-            if _is_object(item):
-                for each in list(vars(item).values()):
-                    self._add(known, each, levels - 1)
+        for item in items if levels else ():
+            if self._is_object(item) and id(item) not in seen and len(seen) < _MAX:
+                seen.add(id(item))
+                for each in attributes_of(item).values():
+                    self._add(known, each, levels - 1, seen)
 
     def _look_at(self, function: Any, levels: int) -> None:
         """Know what a function reads, and the functions that it names."""
@@ -91,54 +103,78 @@ class Body:
             for index, value in enumerate((*function.args, *function.keywords.values())):
                 self._find(f"argument {index} of a partial", _constant(value), levels)
             function = function.func
-        roots = {}
-        if not isinstance(function, (FunctionType, MethodType)) and _is_object(function):
-            function = getattr(function, "__call__", None)  # noqa: B004
-        if isinstance(function, MethodType):
-            first = next(iter(function.__func__.__code__.co_varnames), "self") if _has_code(function) else "self"
-            roots[first] = _constant(function.__self__)
-            function = function.__func__
-        if not isinstance(function, FunctionType) or is_of_others(function) or is_of_library(function):
+        if not isinstance(function, (FunctionType, MethodType)) and self._is_object(function):
+            function = function.forward if isinstance(function, nn.Module) else getattr(function, "__call__", None)  # noqa: B004
+        called = getattr(function, "__func__", function)
+        if not isinstance(called, FunctionType) or is_of_others(called) or is_of_library(called):
             return
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        roots |= {name: partial(_content, cell) for name, cell in cells}
-        for index, value in enumerate(function.__defaults__ or ()):
+        for index, value in enumerate(called.__defaults__ or ()):
             self._find(f"default {index}", _constant(value), levels)
-        self._look_at_code(function.__code__, function.__globals__, roots, levels)
+        self._look_at_code(called.__code__, called.__globals__, _roots_of(function), levels, _key_of(function))
 
-    def _look_at_code(self, code: CodeType, names: dict[str, Any], roots: dict[str, _Get], levels: int) -> None:
-        if not levels or id(code) in self._seen:
+    def _look_at_code(
+        self, code: CodeType, names: dict[str, Any], roots: dict[str, _Get], levels: int, key: _Key
+    ) -> None:
+        if not levels or key in self._seen or len(self._seen) >= _MAX:
             return
-        self._seen.add(id(code))
+        self._seen.add(key)
         roots = {name: partial(names.get, name) for name in names_of(code)} | roots
-        read = _words_of(code)
-        for word in roots if read is None else read:
-            root, _, attribute = word.partition(".")
-            if root not in roots:
-                continue
-            owner = roots[root]()
-            if attribute and _is_holder(owner):
-                self._find(word, partial(_of_holder, roots[root], attribute), levels)
-            elif attribute and _is_object(owner) and attribute in vars(owner):
-                self._find(word, partial(_attribute, roots[root], attribute), levels)
-            elif attribute and isinstance(method := getattr(type(owner), attribute, None), FunctionType):
-                self._find_method(root, roots[root], method, levels)
-            else:
-                self._find(root, roots[root], levels)
+        reads = reads_of(code)
+        for each in ((name,) for name in roots) if reads is None else reads.names:
+            if each[0] in roots:
+                name, get, method = self._follow(each, roots)
+                if method is None:
+                    self._find(name, get, levels)
+                else:
+                    self._look_at(method, levels - 1)
+        for each in () if reads is None else reads.for_effect:
+            if each[0] in roots:
+                name, get, method = self._follow(each, roots)
+                if method is not None and self._moves_others(method, set()):
+                    self._look_at(method, levels - 1)
+                elif method is None and generators_among([get()]):
+                    self._find(name, get, levels)
 
-    def _find_method(self, root: str, get: _Get, method: FunctionType, levels: int) -> None:
-        """A method of an object that a variable has: it reads what it names of the object."""
-        if _is_object(owner := get()):
-            self._look_at(MethodType(method, owner), levels - 1)
-        elif not isinstance(owner, nn.Module):
-            self._find(root, get, levels)
+    def _moves_others(self, method: MethodType, seen: set[_Key]) -> bool:
+        """The method goes backward, or writes to tensors that are not its object's, or calls one that does."""
+        called = method.__func__
+        if _key_of(method) in seen or len(seen) >= _MAX:
+            return False
+        seen.add(_key_of(method))
+        if (reads := reads_of(called.__code__)) is None or reads.moved - set(called.__code__.co_varnames[:1]):
+            return True
+        roots = _roots_of(method)
+        named = [self._follow(each, roots)[2] for each in reads.names | reads.for_effect if each[0] in roots]
+        return any(self._moves_others(each, seen) for each in named if each is not None)
+
+    def _follow(self, names: Names, roots: dict[str, _Get]) -> tuple[str, _Get, MethodType | None]:
+        """Go from a name to its attributes, as far as these are in objects, classes and modules of Python, of the
+        program's: how far that is, how it is read, and the method that comes next."""
+        name, get = names[0], roots[names[0]]
+        for attribute in names[1:]:
+            owner = get()
+            if isinstance(owner, super) or self._is_object(owner):
+                if not isinstance(owner, super) and attribute in attributes_of(owner):
+                    name, get = f"{name}.{attribute}", partial(_attribute, get, attribute)
+                    continue
+                kind = owner if isinstance(owner, super) else type(owner)
+                method = getattr(kind, attribute, None)
+                if isinstance(method, FunctionType):
+                    method = MethodType(method, owner)
+                if isinstance(method, MethodType) and isinstance(method.__func__, FunctionType):
+                    return name, get, None if is_of_library(method.__func__) else method
+                break
+            if not _is_holder(owner):
+                break
+            name, get = f"{name}.{attribute}", partial(_of_holder, get, attribute)
+        return name, get, None
 
     def _find(self, name: str, get: _Get, levels: int) -> None:
         value = get()
         if isinstance(value, CALLED):
             self._look_at(value, levels - 1)
-        elif not isinstance(value, (type, ModuleType, BuiltinFunctionType)) and (
-            not is_of_others(value) or _has_versions(value)
+        elif not isinstance(value, (type, ModuleType, BuiltinFunctionType, super)) and (
+            not is_of_others(value) or isinstance(value, _OF_TORCH)
         ):
             self._read.append((name, get))
             if isinstance(value, CONTAINERS) and length_of(value) <= _ITEMS_MAX:
@@ -146,24 +182,41 @@ class Body:
                     if isinstance(item, CALLED):
                         self._look_at(item, levels - 1)
 
+    def _is_object(self, value: Any) -> bool:
+        """An object of a class of the program's, with attributes."""
+        if isinstance(value, (type, ModuleType, FunctionType, MethodType, torch.Tensor)) or is_of_others(value):
+            return False
+        if isinstance(value, nn.Module):
+            return not self._own(value)
+        return hasattr(value, "__dict__") or bool(attributes_of(value))
 
-def _is_object(value: Any) -> bool:
-    """An object of a class of the program's, with attributes."""
-    is_fixed = isinstance(value, (type, ModuleType, FunctionType, MethodType, nn.Module, torch.Tensor))
-    return not is_fixed and hasattr(value, "__dict__") and not is_of_others(value)
+
+_ITERATORS = (GeneratorType, _BaseDataLoaderIter)
+_OF_TORCH = (nn.Module, torch.Tensor, torch.Generator, _BaseDataLoaderIter)
+"""What is looked at though its class is torch's."""
+
+
+def _key_of(function: Any) -> _Key:
+    """The same for a function, or a method of an object, wherever it is found."""
+    return id(getattr(function, "__func__", function)), id(getattr(function, "__self__", None))
+
+
+def _roots_of(function: Any) -> dict[str, _Get]:
+    """What a function knows by name, beside globals."""
+    called = getattr(function, "__func__", function)
+    cells = dict(zip(called.__code__.co_freevars, called.__closure__ or (), strict=True))
+    roots: dict[str, _Get] = {name: partial(_content, cell) for name, cell in cells.items()}
+    if isinstance(function, MethodType):
+        owner = function.__self__
+        roots[next(iter(called.__code__.co_varnames), "self")] = _constant(owner)
+        if "__class__" in cells:
+            roots[SUPER] = lambda: super(_content(cells["__class__"]), owner)
+    return roots
 
 
 def _is_holder(value: Any) -> bool:
     """A class or a module of Python, of the program's."""
     return isinstance(value, (type, ModuleType)) and not is_of_library(value)
-
-
-def _has_versions(value: Any) -> bool:
-    return isinstance(value, (nn.Module, torch.Tensor))
-
-
-def _has_code(function: MethodType) -> bool:
-    return isinstance(function.__func__, FunctionType)
 
 
 def _constant(value: Any) -> _Get:
@@ -175,7 +228,7 @@ def _of_holder(get: _Get, name: str) -> Any:
 
 
 def _attribute(get: _Get, name: str) -> Any:
-    return vars(get()).get(name)
+    return attributes_of(get()).get(name)
 
 
 def _content(cell: Any) -> Any:
@@ -185,78 +238,23 @@ def _content(cell: Any) -> Any:
         return None
 
 
+def _called_by(loader: Any) -> Iterator[Any]:
+    """What gives a data loader's items in this process."""
+    for owner, names in ((loader._dataset, ("__getitem__", "__iter__")), (loader._index_sampler, ("__iter__",))):
+        samplers = owner, getattr(owner, "sampler", None)
+        yield from (getattr(each, name) for each in samplers for name in names if hasattr(each, name))
+    yield loader._collate_fn
+
+
 def _of_frame(generator: GeneratorType[Any, Any, Any]) -> Iterator[tuple[str, _Get]]:
-    for name in generator.gi_code.co_freevars:
-        yield name, partial(_of_running, generator, name)
+    """What a generator knows by name. Once it has ended, it is what it was."""
+    code = generator.gi_code
+    known: dict[str, Any] = {}
 
+    def get(name: str) -> Any:
+        if generator.gi_frame is not None:
+            known.update(generator.gi_frame.f_locals)
+        return known.get(name)
 
-def _of_running(generator: GeneratorType[Any, Any, Any], name: str) -> Any:
-    return None if generator.gi_frame is None else generator.gi_frame.f_locals.get(name)
-
-
-@cache
-def _words_of(code: CodeType) -> frozenset[str] | None:
-    """Names that the code reads, and attributes of names; None if there is no source."""
-    if _was_edited(code.co_filename):
-        return None
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    reads = _Reads()
-    reads.visit(tree)
-    return frozenset(reads.words)
-
-
-def _was_edited(path: str) -> bool:
-    try:
-        return Path(path).stat().st_mtime > _START
-    except OSError:  # a cell of a notebook
-        return False
-
-
-class _Reads(ast.NodeVisitor):
-    """See [Note: What a function only writes]."""
-
-    def __init__(self) -> None:
-        self.words: set[str] = set()
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        call = node.value
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-            self._visit_written(call.func.value)
-            for each in (*call.args, *call.keywords):
-                self.visit(each)
-        else:
-            self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._visit_written(node.target)
-        self.visit(node.value)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        for target in node.targets:
-            self._visit_written(target)
-        self.visit(node.value)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Load):
-            self.words.add(node.id)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.value, ast.Name):
-            self.words.add(f"{node.value.id}.{node.attr}")
-        else:
-            self.generic_visit(node)
-
-    def _visit_written(self, target: ast.expr) -> None:
-        """Of what is written to: what says where."""
-        while isinstance(target, (ast.Attribute, ast.Subscript, ast.Starred)):
-            if isinstance(target, ast.Subscript):
-                self.visit(target.slice)
-            target = target.value
-        if isinstance(target, (ast.Tuple, ast.List)):
-            for each in target.elts:
-                self._visit_written(each)
-        elif not isinstance(target, ast.Name):
-            self.visit(target)
+    for name in (*code.co_freevars, *code.co_varnames[: code.co_argcount]):
+        yield name, partial(get, name)

@@ -75,10 +75,11 @@ class MicroBatches:
     def __post_init__(self) -> None:
         self._all: list[MicroBatch] = []
         self._num_calls = self.hooks.context.num_calls
-        self._generators = generators_among([*self.attributes.everything(), *known_to(self.function)])
+        self._body = Body(self.function, self.items, self.attributes.has)
+        known = (*self.attributes.everything(), *known_to(self.function), *self._body.everything())
+        self._generators = generators_among(known)
         self._own: MicroBatch
         """The one that computes."""
-        self._body = Body(self.function, self.items, self.attributes.has)
         self._there_may_be_more = True
         self._one_by_one = False
         """Each runs to its end from now on."""
@@ -150,6 +151,8 @@ class MicroBatches:
         self._end_if_failed()
         self._look_for_draws(own)
         self._look_for_changes(own, unit)
+        if not own.used:
+            self._body.took()
         kept = self.surroundings.kept_for_all_threads()
         if kept is not None:
             self._run_one_by_one(kept)

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 ARRAYS = (np.ndarray, bytearray, array.array, ctypes.Array)
 BYTES_MAX = 1 << 20
@@ -44,6 +46,15 @@ def _find_slots(kind: type) -> tuple[str, ...]:
         return ()
     names = (name for cls in kind.__mro__ for name in _as_tuple(vars(cls).get("__slots__", ())))
     return tuple(name for name in names if not name.startswith("__"))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Attributes that an object has itself, those in slots, too; of a module also its parameters, buffers and
+    children."""
+    own = dict(getattr(value, "__dict__", {}))
+    if isinstance(value, nn.Module):
+        own |= {**value._parameters, **value._buffers, **value._modules}
+    return own | {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
 
 
 def _as_tuple(names: Any) -> tuple[str, ...]:
@@ -97,6 +108,8 @@ def mark_of(value: Any) -> Any:
     if isinstance(value, io.IOBase):
         place = place_of(value)
         return None if place is None else place[0]()
+    if isinstance(value, _BaseDataLoaderIter):
+        return value._num_yielded
     if is_iterator(value):
         return _position(value)
     memory = bytes_of(value)

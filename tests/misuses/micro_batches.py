@@ -1311,3 +1311,199 @@ for _body, _title in (
     _case = _over_the_tiers(_body, _offloaded)
     _case.__name__ = f"{_body.__name__}_offloaded"
     same_bits(f"{_title} (activations over the tiers)")(_case)
+
+
+# What a trainer hands on, in objects of its own.
+
+
+class Balancer:
+    """Divides losses by their running mean."""
+
+    def __init__(self):
+        self.mean = 1.0
+
+    def scaled(self, loss):
+        return loss / self.mean
+
+    def backward(self, loss):
+        self.scaled(loss).backward()
+        self.mean = 0.5 * self.mean + 0.5 * loss.item()
+
+
+class Trainer:
+    def __init__(self, engine):
+        self.engine, self.balancer = engine, Balancer()
+
+    def step(self, x):
+        loss = loss_of(self.engine, x)
+        self.balancer.backward(loss)
+        return loss.item()
+
+
+class Scaled:
+    def __init__(self, engine):
+        self.engine, self.mean = engine, 1.0
+
+    def loss(self, x):
+        return loss_of(self.engine, x) / self.mean
+
+    def measure(self, loss):
+        self.mean = 0.5 * self.mean + 0.5 * loss.item()
+
+
+class ByParent(Scaled):
+    def step(self, x):
+        loss = super().loss(x)
+        loss.backward()
+        super().measure(loss)
+        return loss.item()
+
+
+class Around(nn.Module):
+    """As a LightningModule: the engine's model is in it."""
+
+    def __init__(self, engine):
+        super().__init__()
+        self.net, self.mean = engine.module, 1.0
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def scaled(self, x):
+        loss = self.net(x).square().mean() / self.mean
+        loss.backward()
+        self.mean = 0.5 * self.mean + 0.5 * loss.item()
+        return loss.item()
+
+    def centred(self, x):
+        out = self.net(x)
+        (out - self.centre).square().mean().backward()
+        self.centre.lerp_(out.detach().mean(0), 0.5)
+        return out.sum().item()
+
+
+class Controller:
+    __slots__ = ("weight",)
+
+    def __init__(self):
+        self.weight = 1.0
+
+    def update(self, loss):
+        self.weight *= 1 + 0.1 * loss
+
+
+def by_object(place, make):
+    """``make`` gives the body of the loop, over an engine."""
+    engine, found = wrapped(place), []
+    body = make(engine)
+    for step in range(3):
+        found.append(engine.together([batch(10 * step + index) for index in range(4)], body))
+        found.append(gradients(engine.module))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return found, values(engine.module)
+
+
+@same_bits("a balancer of losses goes backward itself, and moves its mean")
+def together_balancer_backward(place):
+    return by_object(place, lambda engine: Trainer(engine).step)
+
+
+@same_bits("a trainer whose parent computes the loss by a running mean, called by `super()`")
+def together_by_parent(place):
+    return by_object(place, lambda engine: ByParent(engine).step)
+
+
+@same_bits("a module around the model, as a LightningModule, has a running mean in an attribute")
+def together_module_around_mean(place):
+    return by_object(place, lambda engine: Around(engine).scaled)
+
+
+@same_bits("a module around the model has a centre in a buffer (DINO)")
+def together_module_around_centre(place):
+    return by_object(place, lambda engine: Around(engine).centred)
+
+
+@same_bits("a controller with slots has the weight of a penalty, and is moved by the loss (adaptive KL)")
+def together_controller_with_slots(place):
+    controller = Controller()
+
+    def body(engine, x):
+        loss = loss_of(engine, x) * controller.weight
+        loss.backward()
+        controller.update(loss.item())
+        return loss.item()
+
+    return trained(place, body)
+
+
+@same_bits("weights of losses are parameters beside the model, with a step of their own in each micro-batch")
+def together_uncertainty_weights(place):
+    weights = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weights], 0.1)
+
+    def body(engine, x):
+        out = engine(x)
+        losses = torch.stack([out.square().mean(), out.abs().mean()])
+        ((-weights).exp() * losses + weights).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses.tolist()
+
+    return trained(place, body), weights.detach()
+
+
+@same_bits("labelled rows come from one place of a data loader, others after the first forward (semi-supervised)")
+def together_two_from_a_loader(place):
+    rows = iter(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(batch(99, 80)), 2))
+
+    def body(engine, x):
+        loss = loss_of(engine, next(rows)[0]) + 0.1 * engine(next(rows)[0]).abs().mean()
+        loss.backward()
+        return loss.item()
+
+    return trained(place, body)
+
+
+@same_bits("noise comes from a generator within an object, before the model and after it")
+def together_generator_in_object(place):
+    class Noise:
+        def __init__(self):
+            self.generator = torch.Generator().manual_seed(1)
+
+        def __call__(self, x):
+            return x + 0.1 * torch.randn(x.shape, generator=self.generator)
+
+    noise = Noise()
+
+    def body(engine, x):
+        loss = noise(engine(noise(x))).square().mean()
+        loss.backward()
+        return loss.item()
+
+    return trained(place, body)
+
+
+@same_bits("the dataset of a loader becomes harder with each loss (a curriculum)")
+def together_curriculum(place):
+    class Rows(torch.utils.data.Dataset):
+        def __init__(self):
+            self.level = 1.0
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return batch(index, 1)[0] * self.level
+
+    rows, found, engine = Rows(), [], wrapped(place)
+
+    def body(x):
+        loss = loss_of(engine, x)
+        loss.backward()
+        rows.level = 0.5 + loss.item()
+        return loss.item()
+
+    for _ in range(3):
+        found.append(engine.together(torch.utils.data.DataLoader(rows, 1), body))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return found, values(engine.module)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import gc
 import itertools
+import random
 import warnings
 import weakref
 from pathlib import Path
@@ -16,9 +17,11 @@ import torch
 from tiny import Block, Tiny, batches, loss_of
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from offload import ConfigError, OffloadEngine
 from offload.model.body import Body
+from offload.model.draws import generators_among
 from offload.model.forward_state import State
 from offload.model.moving import copied, mark_of
 
@@ -168,6 +171,188 @@ def test_of_a_method_count_the_attributes_that_it_reads():
     assert body.changed() is None
     trainer.adapt(3.0)
     assert body.changed() == "self.scale"
+
+
+class Balancer:
+    def __init__(self, rate: float = 0.5) -> None:
+        self.mean, self.rate = 1.0, rate
+
+    def backward(self, loss) -> None:
+        (loss / self.mean).backward()
+        self.move(loss.item())
+
+    def move(self, number: float) -> None:
+        self.mean += self.rate * number
+
+    def scaled(self, number: float) -> float:
+        return number / self.mean
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.count, self.means = 0.0, 0, []
+
+    def update(self, number: float) -> None:
+        self.total += number
+        self.count += 1
+        self.means.append(self.total / self.count)
+
+
+class Derived(Balancer):
+    def step(self, number: float) -> None:
+        last = super().scaled(number)
+        super().move(last)
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Around(nn.Module):
+    """The engine's model is in it, and something of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.mean = model, 1.0
+        self.register_buffer("centre", torch.zeros(2))
+
+    def forward(self, number: float) -> float:
+        self.mean += number
+        return number / self.mean
+
+    def centred(self, number: float) -> None:
+        self.centre.add_(number - self.centre)
+
+
+def test_what_a_method_reads_counts_where_it_goes_backward():
+    balancer, meter, slotted = Balancer(), Meter(), Slotted()
+
+    def body(number):
+        loss = torch.tensor(number, requires_grad=True)
+        balancer.backward(loss)
+
+    def measures(number):
+        meter.update(number)
+
+    def of_slots(number):
+        slotted.scale = number * slotted.scale
+
+    assert changed(body, 2.0) == "self.mean"
+    assert changed(measures, 2.0) is None
+    assert changed(of_slots, 2.0) == "slotted.scale"
+
+
+def test_methods_of_parents_and_of_each_object_of_a_class_are_known():
+    fixed, moving = Balancer(0.0), Balancer()
+
+    def both(number):
+        fixed.move(moving.scaled(fixed.scaled(number)))
+        moving.move(number)
+
+    assert changed(Derived().step, 2.0) == "self.mean"
+    assert changed(both, 2.0) == "self.mean"
+
+
+def test_a_module_around_the_model_has_something_of_its_own():
+    model, other = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
+
+    def changed_in(function, number):
+        body = Body(function, (), lambda module: module is model)
+        function(number)
+        return body.changed()
+
+    def trains_another(number):
+        with torch.no_grad():
+            other.sub_(number * other.sum() + 1)
+
+    around = Around(model)
+    assert changed_in(around, 2.0) == "self.mean"
+    assert changed_in(around.centred, 2.0) == "self.centre"
+    assert changed_in(lambda number: around(number), 2.0) == "around"
+    assert changed_in(trains_another, 2.0) == "other"
+    assert changed_in(lambda number: around.model(torch.ones(2)), 2.0) is None
+
+
+def test_iterators_count_once_the_model_was_used():
+    loader = iter(DataLoader(TensorDataset(torch.arange(9.0)), 1))
+    numbers = (number for number in range(9))
+
+    def takes(_):
+        return next(loader), next(numbers)
+
+    body = Body(takes, (), lambda module: False)
+    takes(0)
+    body.took()
+    assert body.changed() is None
+    takes(0)
+    assert body.changed() is not None
+
+
+def test_a_generator_of_items_that_has_ended_has_changed_nothing():
+    scale = 2.0
+
+    def items(numbers, count):
+        for _ in range(count):
+            yield next(numbers) * scale
+
+    given = items(iter(range(9)), 2)
+    body = Body(print, given, lambda module: False)
+    next(given)
+    body.took()
+    assert body.changed() is None
+    next(given)
+    body.took()
+    assert list(given) == []
+    assert body.changed() is None
+
+
+class Curriculum(Dataset):
+    def __init__(self) -> None:
+        self.level = 1
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return index * self.level
+
+
+class Jumping(Sampler):
+    def __init__(self) -> None:
+        self.step = 1
+
+    def __iter__(self):
+        return iter(range(0, 3, self.step))
+
+
+def test_what_gives_the_items_of_a_loader_counts():
+    data, sampler = Curriculum(), Jumping()
+
+    def harder(number):
+        data.level = number
+
+    def faster(number):
+        sampler.step = number
+
+    assert changed(harder, 2, items=iter(DataLoader(data))) == "self.level"
+    assert changed(faster, 2, items=iter(DataLoader(data, sampler=sampler))) == "self.step"
+
+
+def test_generators_in_objects_are_found():
+    class Noise:
+        def __init__(self) -> None:
+            self.random, self.of_torch = random.Random(1), torch.Generator()
+
+        def shuffle(self, numbers):
+            self.random.shuffle(numbers)
+            return torch.rand(1, generator=self.of_torch)
+
+    noise = Noise()
+    body = Body(lambda numbers: noise.shuffle(numbers), (), lambda module: False)
+    assert generators_among(body.everything()) in ([noise.random, noise.of_torch], [noise.of_torch, noise.random])
 
 
 def test_what_the_generator_of_the_items_reads_counts():
