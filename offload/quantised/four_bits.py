@@ -117,7 +117,8 @@ class Blocks4(FourBits):
     wherever rows end: NF4 and FP4 of ``bitsandbytes``, ``weight`` and what its ``quant_state`` has.
 
     Settings: elements for a scale; the dtype that was quantised, to which values are rounded.
-    Source: ``dequantize_4bit`` of that library, whose bits these are.
+    Source: ``dequantize_4bit`` of that library, whose bits these are. Its kernel for AVX-512 (0.50) takes other scales
+    than those that values were quantised with where a row is not a whole number of blocks; those are taken here.
     """
 
     names: ClassVar[tuple[str, ...]] = ("codes", "scales", "table")

@@ -131,6 +131,71 @@ for _name, _title, _class, _options in (
 # What is done with them.
 
 
+def _allocating(order):
+    def case(place):
+        from peft import AdaLoraConfig
+
+        model = adapted(
+            AdaLoraConfig(target_modules=TARGETS, init_r=6, target_r=2, tinit=1, tfinal=2, deltaT=1, total_step=8)
+        )
+        engine = place.wrap(model, **SGD)
+        found = []
+        for step in range(7):
+            loss = model(batch(step)).square().mean()
+            loss.backward()
+            order(engine.optimizer.step, lambda at=step: model.base_model.update_and_allocate(at))
+            engine.optimizer.zero_grad()
+            found.append(loss.item())
+        return found, values(model)
+
+    return case
+
+
+def _after(step, allocate):
+    step()
+    allocate()
+
+
+def _before(step, allocate):
+    allocate()
+    step()
+
+
+for _name, _order in (("after", _after), ("before", _before)):
+    _case = _allocating(_order)
+    _case.__name__ = f"adalora_allocates_{_name}_the_step"
+    same_bits(f"AdaLoRA with its allocator, which reads gradients {_name} the step")(_case)
+
+
+@same_bits("sensitivities of weight and gradient are looked at after the step, and some gradients set for the next one")
+def adapters_sensitive_after_step(place):
+    model = adapted()
+    engine = place.wrap(model, **SGD)
+    found = []
+    for step in range(3):
+        loss = model(batch(step)).square().mean()
+        engine.optimizer.zero_grad()
+        loss.backward()
+        engine.optimizer.step()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found.append([(p.detach() * p.grad).abs().sum() for p in trained])
+        for p in trained[::2]:
+            p.grad.mul_(0.5)
+        found.append([p.grad.clone() for p in trained])
+    return found, values(model)
+
+
+@same_bits("gradients are there after `unwrap()`, as the last step has left them")
+def adapters_gradients_at_the_end(place):
+    model = adapted()
+    engine = place.wrap(model, **SGD)
+    found = steps(engine, model, 2)
+    plain = engine.unwrap()
+    if place.has_engine:
+        place.left.remove(engine)
+    return found, {name: p.grad for name, p in plain.named_parameters()}
+
+
 @same_bits("two adapters in turn: `add_adapter` before wrapping, `set_adapter` in each step")
 def adapters_in_turn(place):
     from peft import LoraConfig

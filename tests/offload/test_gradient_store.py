@@ -549,6 +549,49 @@ def test_a_look_from_outside_of_a_backward_closes_the_unit_again() -> None:
     assert rig.stored("b") == [0.0, 1.0, 4.0]
 
 
+def test_spilled_gradients_that_a_step_has_used_are_read_until_others_come() -> None:
+    rig = Spilled("ab")
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        rig.backward(name, value)
+    unit = rig.unit("a")
+    small, large = unit.trainable
+    rig.store.multiply([unit], 0.5)
+    rig.store.use_up(unit, {small, large})
+    assert rig.store.read(unit, large).unique().tolist() == [0.5]
+    rig.backward("b", 2.0)
+    rig.told()
+    rig.store.take(unit, small, torch.full((3, 5), 3.0))
+    assert not any("read" in event for event in rig.told())
+    rig.store.close(unit)
+    assert rig.store.read(unit, small).unique().tolist() == [3.0]
+    with pytest.raises(OffloadError, match="was used by the last step"):
+        rig.store.read(unit, large)
+
+
+def test_one_that_is_set_after_the_step_leaves_the_others_of_a_spilled_unit() -> None:
+    rig = Spilled("ab")
+    rig.backward("a", 1.0)
+    unit = rig.unit("a")
+    small, large = unit.trainable
+    rig.store.use_up(unit, {small, large})
+    rig.store.write(unit, small, torch.full((3, 5), 4.0))
+    rig.backward("b", 2.0)
+    assert rig.store.read(unit, large).unique().tolist() == [1.0]
+    assert rig.store.read(unit, small).unique().tolist() == [4.0]
+
+
+def test_what_a_step_has_used_of_a_spilled_unit_is_read_beside_what_rests() -> None:
+    rig = Spilled("a")
+    rig.backward("a", 1.0)
+    unit = rig.unit("a")
+    small, large = unit.trainable
+    rig.store.use_up(unit, {large})
+    rig.store.take(unit, small, torch.full((3, 5), 2.0))
+    rig.store.close(unit)
+    assert rig.store.read(unit, large).unique().tolist() == [1.0]
+    assert rig.store.read(unit, small).unique().tolist() == [3.0]
+
+
 def test_a_look_in_the_middle_of_a_backward_does_not_close_the_unit() -> None:
     rig = Spilled("a")
     rig.take("a", 1.0)

@@ -10,7 +10,6 @@ from tiny import Tiny, batches, loss_of
 
 from offload import NonFiniteGradient, OffloadEngine
 from offload.tiers.home import StoredHome
-from swapper import OffloadError
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-4}
 
@@ -113,9 +112,7 @@ def test_gradients_are_seen_changed_and_dropped(engine):
     assert torch.equal(model.norm.bias.detach().clone(), before)
     used = model.head.weight.grad
     assert used.norm().item() == pytest.approx(3 * plain.head.weight.grad.norm().item(), rel=1e-3)
-    with pytest.raises(OffloadError, match="used by the last step, and is stored on NVMe"):
-        used.clone()
-    assert "used by the last step" in repr(used)
+    torch.testing.assert_close(used.clone(), 3 * plain.head.weight.grad, rtol=1e-3, atol=1e-6)
     loss_of(model(tokens), targets).backward()
     model.zero_grad()
     assert all(p.grad is None for p in model.parameters())

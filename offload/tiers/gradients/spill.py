@@ -145,8 +145,13 @@ class SpilledGradients(HostGradients):
         """The store holds what was gathered so far for the coming step."""
         self._is_changed = False
         """The buffer holds more than the store does."""
+        self._is_used_up = False
+        """A step has used all that the store holds, which is there until others come."""
+        self.keeps_used = False
 
     def _changes(self) -> None:
+        if self._is_used_up:
+            self.forget()
         self._is_changed = True
 
     def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
@@ -161,8 +166,11 @@ class SpilledGradients(HostGradients):
         else:  # it was only looked at
             self._pool.give_back(buffer)
 
+    def use_up(self, *, all_of_them: bool) -> None:
+        self.keeps_used, self._is_used_up = True, all_of_them
+
     def forget(self) -> None:
-        self._is_spilled = self._is_changed = False
+        self._is_spilled = self._is_changed = self._is_used_up = self.keeps_used = False
 
     def lend(self) -> GradientBuffer | None:
         return self._pool.lend(self)

@@ -108,7 +108,7 @@ class _OfUnit:
         self.gradients = gradients
         self.known: dict[ParameterSpec, Gradient] = {}
         self.used: dict[ParameterSpec, Gradient] = {}
-        """Gradients that the last step has used, until others come. Those that spill are known and not read."""
+        """Gradients that the last step has used, until others come. See ``UnitGradients.keeps_used``."""
         self.zeroed: set[ParameterSpec] = set()
         """Those known to be zeros, which are not in their places so far."""
         self.is_open = False
@@ -221,14 +221,14 @@ class GradientStore:
 
     def use_up(self, unit: UnitSpec, specs: Set[ParameterSpec]) -> None:
         of = self._of[unit.index]
-        if of.known.keys() <= specs:
+        is_all = of.known.keys() <= specs
+        if is_all:
             of.used, of.known = of.known, {}
         else:
             of.used = {spec: gradient for spec, gradient in of.known.items() if spec in specs}
             of.known = {spec: gradient for spec, gradient in of.known.items() if spec not in specs}
         of.is_open = False
-        if not of.known:
-            of.gradients.forget()
+        of.gradients.use_up(all_of_them=is_all)
 
     def forget_used(self) -> None:
         """Nobody asks for the gradients of the last step any more."""
@@ -247,21 +247,22 @@ class GradientStore:
     # What is asked from outside of a backward.
 
     def is_kept(self, unit: UnitSpec, spec: ParameterSpec) -> bool:
-        """The gradient, which must be there, can be read: no step has used it, or all ranks have it in memory."""
+        """The gradient, which must be there, can be read: no step has used it, or what has it keeps it. Ranks begin to
+        spill others at different times: what one of them spills is not kept."""
         of = self._of[unit.index]
-        return spec in of.known or not (of.gradients.spills or unit.index in self._spilled_by_ranks)
+        return spec in of.known or (of.gradients.keeps_used and unit.index not in self._spilled_by_ranks)
 
     def read(self, unit: UnitSpec, spec: ParameterSpec) -> torch.Tensor:
         """A copy of the gradient, which must be there, in host memory. Raises ``OffloadError`` for one that a step has
-        used and that does not are stored in memory."""
+        used, and whose place others have taken since."""
         of = self._of[unit.index]
         known = of.known.get(spec)
         if spec in of.zeroed:
             return torch.zeros(spec.shape, dtype=torch.float32) * (1.0 if known is None else known.scale)
         if not self.is_kept(unit, spec):
             raise OffloadError(
-                f"the gradient of {spec.name} was used by the last step, and is stored on NVMe, where it is not kept: "
-                "its norm is known still. Take a copy before the step: parameter.grad.detach().clone()"
+                f"the gradient of {spec.name} was used by the last step, and is stored on NVMe, where its place "
+                "goes to others: its norm is known still. Take a copy before the step: parameter.grad.detach().clone()"
             )
         gradient = of.gradients.read(spec) * (known or of.used[spec]).scale
         self._close_outside(of)
@@ -270,6 +271,8 @@ class GradientStore:
     def write(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
         """Make the gradient ``value``, which may be of any dtype and device. If there is one, it is that still."""
         of, before = self._of[unit.index], self.find(unit, spec)
+        if spec in of.used and of.gradients.keeps_used:
+            of.gradients.use_up(all_of_them=False)  # the others' places are theirs still
         of.known.pop(spec, None)
         of.zeroed.discard(spec)
         self._add(of, spec, value.to("cpu", torch.float32), 1.0)

@@ -25,6 +25,8 @@ class UnitGradients:
     """The gradients stay on the device that makes them."""
     spills = False
     """The gradients leave host memory after the unit's backward, so that a later read costs a transfer."""
+    keeps_used = True
+    """Those that a step has used can be read, each until another one is put in its place."""
 
     def put(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
         """Make the parameter's gradient a copy of this one. Like the next two, returns the sum of squares: NaN where it
@@ -55,8 +57,13 @@ class UnitGradients:
     def close(self) -> None:
         """The unit has all its gradients of this backward."""
 
+    def use_up(self, *, all_of_them: bool) -> None:
+        """The gradients belong to a step now, or some of them do."""
+        if all_of_them:
+            self.forget()
+
     def forget(self) -> None:
-        """The gradients belong to a step now, or are not wanted."""
+        """The gradients are not wanted."""
 
     def leave(self) -> None:
         """The unit's gradients are stored elsewhere from now on. There are none now."""
