@@ -34,6 +34,7 @@ from swapper.checked import (
     Shape,
     Tuple,
     cost_of,
+    once,
     refusals,
     text_of,
 )
@@ -234,10 +235,7 @@ class Decoder:
                 raise
             except (ValueError, TypeError, RuntimeError, OverflowError) as error:
                 raise Refused(f"{error}", name) from None
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise Refused("a name is there twice")
-        return found
+        return once(pairs)
 
     def _special(self, name: str, content: Any) -> Any:
         if name in _SEQUENCES:

@@ -40,7 +40,7 @@ class Asked:
         self.base: Base = variants.BASES[given["base"]] if given["base"] else variants.AS_WEIGHTS
         self.gpu: str | None = given["gpu"]
         if self.gpu not in (None, "cpu"):
-            self.gpu = gpus.find_gpu("--gpu", str(self.gpu)).name
+            self.gpu = gpus.find_gpu(str(self.gpu)).name
         self.compute: float | None = optional("compute", rates.flops_per_second)
         host, device = given["host_memory"], given["device_memory"]
         self.host_bytes = None if host in ("auto", "least") else rates.nbytes("--host-memory", host)

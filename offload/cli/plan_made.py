@@ -138,7 +138,7 @@ def _with_this_gpu(asked: Asked) -> Machine:
 
     name = torch.cuda.get_device_name(0)
     try:
-        gpu = find_gpu("--gpu", name).name
+        gpu = find_gpu(name).name
     except ConfigError:
         raise ConfigError(
             f"the data sheet of this machine's {name} is not known: name the nearest one, as in --gpu 4090 "

@@ -26,7 +26,7 @@ from torch import nn
 from offload.model.containers import CONTAINERS, items_of, length_of
 from offload.model.moving import PLAIN, mark_of, slots_of
 from offload.model.named import CALLED, MISSING, Variable, is_of_others, may_change, outside_of, variables_of_call
-from offload.model.own_writes import bytes_hash, has_bytes
+from offload.model.own_writes import bytes_hash, has_bytes, version_of
 from offload.model.recompute import RecomputedForward
 from offload.model.unit_in_model import UnitInModel
 
@@ -61,7 +61,7 @@ class Known:
             return
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
-                self.marks.append(_version(value))
+                self.marks.append(version_of(value))
         elif isinstance(value, CONTAINERS):
             self.marks.append(length_of(value))
             if levels and self.marks[-1] <= _ITEMS_MAX:
@@ -79,7 +79,7 @@ class Known:
             parameters = [parameter for parameter in each._parameters.values() if parameter is not None]
             tensors = [*_buffers(each), *parameters]
             self.values += tensors
-            self.marks += [each.training, *map(_version, tensors)]
+            self.marks += [each.training, *map(version_of, tensors)]
 
     def is_as(self, other: Known) -> bool:
         return (
@@ -106,7 +106,7 @@ class Attributes:
         seen: set[nn.Module] = set()
         self._sort(model, None, of_unit, seen)
         self._statistics = {
-            module: list(map(_version, _buffers(module))) for unit in units for module in self._own_of_torch(unit)
+            module: list(map(version_of, _buffers(module))) for unit in units for module in self._own_of_torch(unit)
         }
         """Of each module of torch's own in a unit: see [Note: Buffers of torch's own modules]."""
         self._known = {module: self._of(module) for module in seen}
@@ -157,7 +157,7 @@ class Attributes:
         """A module of torch's own in the unit has written to its buffers since this was asked."""
         found = False
         for module in self._own_of_torch(unit):
-            now = list(map(_version, _buffers(module)))
+            now = list(map(version_of, _buffers(module)))
             found |= now != self._statistics[module]
             self._statistics[module] = now
         return found
@@ -221,7 +221,7 @@ class Attributes:
         buffers = _buffers(module)
         known.values += buffers
         if module not in self._statistics:
-            known.marks += map(_version, buffers)
+            known.marks += map(version_of, buffers)
         for parameter in module._parameters.values():
             if parameter is not None:
                 known.marks.append(parameter.requires_grad)
@@ -288,8 +288,3 @@ def _buffers(module: nn.Module) -> Collection[torch.Tensor]:
 def _is_of_torch(module: nn.Module) -> bool:
     """Its forward is torch's, and nobody else's reads its buffers."""
     return type(module).forward.__module__.split(".")[0] == "torch"
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """That of the tensor's bytes. Those of inference have none."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -42,7 +42,7 @@ from offload.model.named import (
     variables_from,
     variables_of_call,
 )
-from offload.model.own_writes import bytes_hash, has_bytes
+from offload.model.own_writes import bytes_hash, has_bytes, version_of
 from offload.torch_internals import dispatch_modes, function_modes
 from offload.unseen import own_work
 from swapper import OffloadError
@@ -353,12 +353,6 @@ def _small_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 def _is_ordinary(value: Any) -> bool:
     """A tensor with bytes of its own, no weight."""
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.layout is torch.strided
-
-
-@own_work
-def version_of(tensor: torch.Tensor) -> int:
-    """That of the tensor's bytes. Those of inference have none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @own_work

@@ -206,9 +206,8 @@ class MicroBatches:
     def changed(self, unit: UnitInModel) -> None:
         own = self._own
         self._run_one_by_one(f"the forward of {unit.spec.name} changes its weights")
-        for other in self._all:
-            if other is not own and other.stage is not Stage.OVER and unit in other.used:
-                self._refuse_order(own, other.index, f"has changed weights of {unit.spec.name}")
+        for other in self._others(own, unit):
+            self._refuse_order(own, other.index, f"has changed weights of {unit.spec.name}")
 
     def touched(self, what: str) -> None:
         if self.hooks.context.in_forward or graph_task() != -1:
@@ -273,6 +272,14 @@ class MicroBatches:
     def _before(self, own: MicroBatch) -> list[MicroBatch]:
         """Those before it in a loop that are not over."""
         return [each for each in self._all[: own.index] if each.stage is not Stage.OVER]
+
+    def _others(self, own: MicroBatch, *users_of: UnitInModel) -> list[MicroBatch]:
+        """All others that are not over, and have used these units."""
+        return [
+            each
+            for each in self._all
+            if each is not own and each.stage is not Stage.OVER and each.used.issuperset(users_of)
+        ]
 
     def _give_turn(self, to: MicroBatch) -> None:
         """The other thread computes from now on, and this one touches nothing until it gets the turn again."""
@@ -362,9 +369,8 @@ class MicroBatches:
         else:
             self._run_one_by_one(reason)
         self._last_changer = own
-        before = self._before(own)
-        if before:
-            self._refuse_order(own, before[0].index, f"has changed what a {kind} keeps")
+        for other in self._before(own):
+            self._refuse_order(own, other.index, f"has changed what a {kind} keeps")
 
     def _look_for_statistics(self, own: MicroBatch, unit: UnitInModel) -> None:
         """See [Note: Buffers of torch's own modules], of a unit that the micro-batch has used again."""
@@ -373,9 +379,8 @@ class MicroBatches:
         self._run_one_by_one(
             f"the function uses {unit.spec.name} several times, which keeps statistics of its forwards"
         )
-        for other in self._all:
-            if other is not own and other.stage is not Stage.OVER and unit in other.used:
-                self._refuse_order(own, other.index, f"has changed statistics of {unit.spec.name}")
+        for other in self._others(own, unit):
+            self._refuse_order(own, other.index, f"has changed statistics of {unit.spec.name}")
 
     def _look_behind_versions(self, before: dict[int, int]) -> None:
         """See whether the first micro-batch of all has written to tensors that modules have, through ``.data``."""
@@ -388,10 +393,10 @@ class MicroBatches:
         left = self.surroundings.left()
         if left is None:
             return
-        self._run_one_by_one("the function leaves a mode of torch or a context variable other than it was")
-        for other in self._all:
-            if other is not own and other.stage is not Stage.OVER:
-                self._refuse_order(own, other.index, "leaves a mode of torch or a context variable other than it was")
+        leaves = "leaves a mode of torch or a context variable other than it was"
+        self._run_one_by_one(f"the function {leaves}")
+        for other in self._others(own):
+            self._refuse_order(own, other.index, leaves)
         self.surroundings = left
         self._has_left = True
 
@@ -401,8 +406,8 @@ class MicroBatches:
         if name is None:
             return
         self._run_one_by_one(f"the function reads {name}, and a micro-batch changes it")
-        for other in self._all:
-            if other is not own and other.stage is not Stage.OVER and other.used:
+        for other in self._others(own):
+            if other.used:
                 self._refuse_order(own, other.index, f"has changed {name}, which the function reads,")
 
     def _random_states(self) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from offload.torch_internals import itself
+from offload.unseen import own_work
 
 _version: Callable[[torch.Tensor], int] = attrgetter("_version")
 _address: Callable[[torch.Tensor], int] = methodcaller("data_ptr")
@@ -128,6 +129,12 @@ def bytes_hash(tensor: torch.Tensor) -> int:
     if not _is_here(tensor):
         return _hash_there(tensor)
     return xxhash.xxh3_64_intdigest((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+@own_work
+def version_of(tensor: torch.Tensor) -> int:
+    """That of the tensor's bytes. Those of inference have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:

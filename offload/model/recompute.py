@@ -35,8 +35,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.model.forward_costs import Unmeasured
-from offload.model.forward_state import State, changed_since, not_to_be_run_again, version_of
+from offload.model.forward_state import State, changed_since, not_to_be_run_again
 from offload.model.named import Variable
+from offload.model.own_writes import version_of
 from offload.model.saved_tensors import versions_kept
 from offload.model.scripted import stopped_in_script
 from offload.model.under_way import in_first_run

@@ -80,7 +80,7 @@ _OTHER_NAMES = {"dgxspark": "gb10", "ryzenaimax395": "strix-halo", "8060s": "str
 _OF_MAKERS = re.compile(r"nvidia|geforce|amd|instinct|radeon|tesla|graphics|gpu|blackwell|workstationedition|sxm\d?")
 
 
-def find_gpu(option: str, text: str) -> Gpu:
+def find_gpu(text: str) -> Gpu:
     """``4090``, ``RTX 4090``, ``rtx4090`` or ``NVIDIA GeForce RTX 4090``. Raises ``ConfigError`` for one that is not in
     the table."""
     asked = _plain(text)
@@ -89,7 +89,7 @@ def find_gpu(option: str, text: str) -> Gpu:
             return gpu
     if asked in _OTHER_NAMES:
         return GPUS[_OTHER_NAMES[asked]]
-    option_values.refuse_name(option, option_values.one_of(tuple(GPUS)), text, asked, GPUS)
+    option_values.refuse_name("--gpu", option_values.one_of(tuple(GPUS)), text, asked, GPUS)
 
 
 def _plain(text: str) -> str:

@@ -158,7 +158,7 @@ def described(
     many as use the bandwidth) and ``network`` are a node's,
     ``compute`` is what a GPU achieves in FLOP/s; ``sustained_write`` what each drive still writes when its fast cache
     is full; ``added_inside`` is that of ``Network``. Raises ``ConfigError`` for a GPU that is not in the table."""
-    found = find_gpu("--gpu", gpu)
+    found = find_gpu(gpu)
     memory_bytes = found.memory_bytes - (host_bytes // gpus if found.unified else 0)
     device = DeviceMachine(found.name, max(memory_bytes, 0), LINK_SHARE * found.link)
     assumptions = [f"{found.name}: {found.source}"]

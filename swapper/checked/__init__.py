@@ -27,7 +27,7 @@ from swapper.checked.kinds import (
 )
 from swapper.checked.packed import PackedCursor, width_of
 from swapper.checked.refused import Refused, refusals, within
-from swapper.checked.text import SLACK_BYTES, Cursor, cost_of, require_held, text_of
+from swapper.checked.text import SLACK_BYTES, Cursor, cost_of, once, require_held, text_of
 
 __all__ = [
     "ANY",
@@ -50,6 +50,7 @@ __all__ = [
     "Text",
     "Tuple",
     "cost_of",
+    "once",
     "open_regular",
     "read_all",
     "read_regular",

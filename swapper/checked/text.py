@@ -63,7 +63,7 @@ class Cursor:
         self.at = 0
         self._list_in = list_in
         self._text = text
-        decoder: Any = json.JSONDecoder(object_pairs_hook=_once if pairs is None else pairs)
+        decoder: Any = json.JSONDecoder(object_pairs_hook=once if pairs is None else pairs)
         self._scan: Callable[[str, int], tuple[Any, int]] = decoder.scan_once
 
     def piece(self) -> Any:
@@ -164,7 +164,8 @@ class Cursor:
         return None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ``Refused`` for a name that is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise Refused("a name is there twice")

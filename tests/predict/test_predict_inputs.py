@@ -99,7 +99,7 @@ def test_a_drive_may_be_one_rate_or_two_and_its_capacity_unknown():
     ],
 )  # fmt: skip
 def test_a_gpu_is_known_by_the_names_that_people_have_for_it(text: str, name: str):
-    assert find_gpu("--gpu", text).name == name
+    assert find_gpu(text).name == name
 
 
 def test_what_a_node_has_depends_on_its_gpus():

@@ -91,9 +91,8 @@ class SafetensorsWriter:
         metadata: Mapping[str, str],
         *,
         stem: str = "model",
-        room_for: int = 0,
     ) -> None:
-        """``metadata`` goes into each header. ``room_for`` is how many bytes others will write beside it."""
+        """``metadata`` goes into each header."""
         for entry in entries:
             if entry.dtype not in _NAMES:
                 raise ConfigError(f"{entry.name} is {entry.dtype}, for which safetensors has no name")
@@ -106,7 +105,7 @@ class SafetensorsWriter:
             shard.lay_out({"format": "pt", **metadata})
         self._shard_of = {name: shard for shard in self._shards for name in shard.starts}
         self._index = self._make_index() if len(self._shards) > 1 else b""
-        unfinished.require(sum(shard.nbytes for shard in self._shards) + len(self._index) + room_for)
+        unfinished.require(sum(shard.nbytes for shard in self._shards) + len(self._index))
 
     def __enter__(self) -> SafetensorsWriter:
         try:
