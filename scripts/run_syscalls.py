@@ -7,6 +7,7 @@ A small run is traced by ``strace`` once to see which calls it makes on its own 
 a run that ends well, or one error of the engine's own that names a path or a thing to do, in time, and no crash of the
 interpreter. Another run then resumes without trouble: at the last commit or checkpoint that was acknowledged, or after
 it, and its losses and weights are those of a run in memory. A call that was interrupted (EINTR) is no error at all.
+With ``--kill`` the process is killed at that call (SIGKILL) in place of its error.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ ERRORS = {
     "eventfd2": "EMFILE",
     "memfd_create": "EMFILE",
 }
+
+KILL = "SIGKILL"
 
 
 def traced(call: Callable[[], None], options: list[str], trace: Path) -> int:
@@ -166,11 +169,13 @@ class Traced(StruckRun):
 
     def run(self, resumes: bool, backend: str, kind: str, error: str, number: str) -> str:
         self.prepare(resumes=resumes)
+        what = f"signal={error}" if error == KILL else f"error={error}"
         status = self.live_traced(
-            int(resumes), backend, "-e", f"trace={kind}", "-e", f"inject={kind}:error={error}:when={number}"
+            int(resumes), backend, "-e", f"trace={kind}", "-e", f"inject={kind}:{what}:when={number}"
         )
-        struck = [line for line in self.trace.read_text().splitlines() if "INJECTED" in line]
-        if status:
+        trace = self.trace.read_text().splitlines()
+        struck = [line for line in trace if "INJECTED" in line or "killed by SIGKILL" in line]
+        if status and (error, status) != (KILL, -signal.SIGKILL):
             raise Wrong(f"the process ends with {status}: {struck}")
         said = self.place.told("error")
         if said and error == "EINTR":
@@ -181,7 +186,9 @@ class Traced(StruckRun):
         found = self.check(
             lambda: self.live_traced(1 - int(resumes), "auto", "-e", "trace=none"), f"{elsewhere}{struck}"
         )
-        return (found or "well") if struck else "not reached"
+        if not struck:
+            return "not reached"
+        return found or ("killed" if status else "well")
 
 
 def main() -> None:
@@ -191,6 +198,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--kind", action="append")
     parser.add_argument("--from-then-on", action="store_true", help="all calls from the N-th on fail")
+    parser.add_argument("--kill", action="store_true", help="the N-th call is the process's last")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rng = random.Random(arguments.seed)
@@ -211,7 +219,7 @@ def main() -> None:
             if not kinds:
                 continue
             kind = rng.choice(kinds)
-            error = rng.choice(ERRORS[kind].split())
+            error = KILL if arguments.kill else rng.choice(ERRORS[kind].split())
             number = str(rng.choice(calls[key][kind])) + (
                 "+" if arguments.from_then_on and error not in ("EINTR", "EAGAIN", "EBUSY") else ""
             )
