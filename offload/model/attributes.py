@@ -149,6 +149,11 @@ class Attributes:
             found = found or _FUNCTION
         return found
 
+    def backward_hooks(self) -> Iterator[Any]:
+        """Hooks of modules that are called in backward."""
+        for module in self._known:
+            yield from (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
+
     def has(self, module: nn.Module) -> bool:
         """The module is looked at."""
         return module in self._known

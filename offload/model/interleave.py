@@ -35,6 +35,7 @@ from offload.model.body import Body
 from offload.model.draws import generators_among, known_to, random_states
 from offload.model.habits import TOGETHER, Habits
 from offload.model.hook_context import HookContext
+from offload.model.items import SharedItems
 from offload.model.micro_batch import Ended, MicroBatch, Place, Stage
 from offload.model.surroundings import Surroundings
 from offload.model.under_way import in_thread
@@ -75,7 +76,8 @@ class MicroBatches:
     def __post_init__(self) -> None:
         self._all: list[MicroBatch] = []
         self._num_calls = self.hooks.context.num_calls
-        self._body = Body(self.function, self.items, self.attributes.has)
+        self._shared = SharedItems(self.attributes.has)
+        self._body = Body(self.function, self.items, self.attributes.has, self.attributes.backward_hooks())
         known = (*self.attributes.everything(), *known_to(self.function), *self._body.everything())
         self._generators = generators_among(known)
         self._own: MicroBatch
@@ -128,6 +130,12 @@ class MicroBatches:
     def _wait_for_end(self) -> None:
         while not self.over.wait(_SLICE_S):  # a signal that came to another thread is handled between two slices
             pass
+
+    @property
+    def of_threads(self) -> str | None:
+        """Why they must run in the thread that calls for them; None: they need not."""
+        name = self._body.of_threads()
+        return None if name is None else f"the function reads {name}, which one thread holds, or each has by itself"
 
     @property
     def was_last(self) -> bool:
@@ -317,10 +325,13 @@ class MicroBatches:
         self._end(own)
 
     def _call(self, own: MicroBatch) -> None:
-        for item in self.items:
+        try:
+            item = next(self.items)
+        except StopIteration:
+            own.is_one = self._there_may_be_more = False
+        else:
+            self._look_at_item(item)
             own.result = self.function(item)
-            return
-        own.is_one = self._there_may_be_more = False
 
     def _end(self, own: MicroBatch) -> None:
         own.stage = Stage.OVER
@@ -409,6 +420,11 @@ class MicroBatches:
         for other in self._others(own):
             if other.used:
                 self._refuse_order(own, other.index, f"has changed {name}, which the function reads,")
+
+    def _look_at_item(self, item: Any) -> None:
+        """See whether an earlier micro-batch hands something on by what its item shares with this one."""
+        if not self.habits.takes_turns and self._shared.is_changed_for(item):
+            self._run_one_by_one("the items share something, and a micro-batch changes it")
 
     def _random_states(self) -> tuple[Any, ...]:
         return random_states(self.surroundings.device, self._generators)

@@ -83,6 +83,12 @@ def is_iterator(value: Any) -> bool:
     return type(value).__module__ in ("builtins", "itertools") and isinstance(value, Iterator) and not _has_frame(value)
 
 
+def within(iterator: Any) -> tuple[Any, ...]:
+    """What an iterator of Python's own takes its items from, and functions that it calls."""
+    parts = _parts_of(iterator)
+    return () if parts is None else (*parts[1], *(parts[2] if isinstance(parts[2], tuple) else ()))
+
+
 def copied(iterator: Any) -> Any:
     """One that will give what this one gives next, or None if there is none. Iterators within it are copied, too."""
     parts = _parts_of(iterator)

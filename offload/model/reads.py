@@ -23,6 +23,8 @@ Names = tuple[str, ...]
 """A name, and attributes behind it."""
 SUPER = "super()"
 """It stands in the place of a name."""
+ITEM = "[]"
+"""It stands in the place of an attribute, in the names of a method whose result nobody takes: any item."""
 _START = time.time()
 """A file that was written to later may hold another program than the one that runs."""
 
@@ -37,6 +39,12 @@ class Reads:
     moved: frozenset[str]
     """Names of what goes backward, or is written to by a method whose name says so (``x.mul_(2)``); "" for what has
     none."""
+
+    @property
+    def gradients(self) -> bool:
+        """It names gradients of parameters."""
+        parts = (part for names in self.names | self.for_effect for part in names)
+        return any(part in ("grad", "zero_grad") or part.startswith("clip_grad") for part in parts)
 
 
 @cache
@@ -70,7 +78,7 @@ class _Visitor(ast.NodeVisitor):
         call = node.value
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
             self._look_at_call(call.func)
-            if (names := _names_of(call.func)) is not None:
+            if (names := _names_of(call.func, with_items=True)) is not None:
                 self.for_effect.add(names)
             self._visit_written(call.func.value)
             for each in (*call.args, *call.keywords):
@@ -122,11 +130,11 @@ class _Visitor(ast.NodeVisitor):
             self.visit(target)
 
 
-def _names_of(node: ast.expr) -> Names | None:
+def _names_of(node: ast.expr, *, with_items: bool = False) -> Names | None:
     """None where an attribute is none of a name."""
     attributes: list[str] = []
-    while isinstance(node, ast.Attribute):
-        attributes.insert(0, node.attr)
+    while isinstance(node, ast.Attribute) or (with_items and isinstance(node, ast.Subscript)):
+        attributes.insert(0, node.attr if isinstance(node, ast.Attribute) else ITEM)
         node = node.value
     if isinstance(node, ast.Name):
         return node.id, *attributes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,13 +77,16 @@ class Together:
                     habits.take_turns("a threading.local keeps something for each thread by itself")
                     break
                 group = MicroBatches(hooks, function, items, num_at_once, habits, surroundings, attributes)
+                if group.of_threads is not None:
+                    habits.take_turns(group.of_threads)
+                    break
                 found = _run_group(hooks, group)
                 results += found
                 passes += bool(found)
                 if group.was_last:
                     self.passes = None if habits.takes_turns else max(passes, 1)
                     return results
-            return results + [function(item) for item in items]
+            return results + [function(item) for item in _rest_of(items)]
         except BaseException:
             self._spoil(group)
             raise
@@ -95,6 +98,16 @@ class Together:
             self.failure.record(OffloadError(_STILL_RUNNING))
         elif not self.failure.is_known:
             self.drop_gradients()
+
+
+def _rest_of(items: Iterator[Any]) -> Iterator[Any]:
+    """Without ``iter``, which begins some iterators anew."""
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        yield item
 
 
 def _run_group(hooks: Hooks, group: MicroBatches) -> list[Any]:

@@ -27,6 +27,7 @@ _FILES = (
     "strangers",
     "training_loops",
     "micro_batches",
+    "handed_on",
     "saved_tensors",
     "activation_loops",
     "expert_models",

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from offload import OffloadEngine, OffloadError
 from offload.model.body import Body
 from offload.model.interleave import MicroBatches
+from offload.model.items import SharedItems
 from offload.testing.simulated import SimulatedDevice
 
 OPTIONS = {"lr": 1e-2, "tile_bytes": 65536}
@@ -1025,4 +1026,49 @@ def test_a_thread_that_a_function_of_a_block_names_may_change_by_itself():
         warnings.simplefilter("error")
         for _ in range(2):  # the first forward of all is alone
             engine.together([torch.ones(2, 4)] * 3, lambda x: engine.backward(engine(x).sum()))
+            engine.step()
+
+
+@dataclass(eq=False)
+class Document:
+    hidden: float = 0.0
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_items_hand_on_what_they_have_in_common_and_is_moved(moves: bool):
+    document, items = Document(), SharedItems(lambda module: False)
+    assert not items.is_changed_for({"document": [document], "own": [1]})
+    if moves:
+        document.hidden = 1.0
+    assert items.is_changed_for({"document": [document], "own": [2]}) is moves
+
+
+def test_what_a_data_loader_within_iterators_reads_is_known():
+    class Rows(torch.utils.data.Dataset[float]):
+        level = 1.0
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> float:
+            return index * self.level
+
+    rows = Rows()
+    loader = iter(torch.utils.data.DataLoader(rows, 1))
+    body = Body(print, enumerate(zip(loader, range(4), strict=True)), lambda module: False)
+    assert body.changed() is None
+    rows.level = 2.0
+    assert body.changed() == "self.level"
+
+
+def test_micro_batches_that_hold_a_lock_run_one_after_the_other(engine: OffloadEngine):
+    lock = threading.Lock()
+
+    def run(micro_batch: Any) -> None:
+        with lock:
+            forward_and_backward(engine, micro_batch)
+
+    with pytest.warns(UserWarning, match="the function reads lock"):
+        for _ in range(2):  # the first call of all runs alone
+            engine.together(batches(3), run)
             engine.step()
