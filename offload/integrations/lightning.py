@@ -212,6 +212,12 @@ class _Strategy(OfLightning):  # type: ignore[misc]
             self.optimizers = [self._engine.optimizer]
         elif self._engine is None:
             self._engine = self._make(trainer, None)
+        elif self._engine.config.precision != PRECISIONS[self.precision_plugin.precision]:
+            raise ConfigError(
+                f"the module's engine has precision={self._engine.config.precision!r}, and this trainer "
+                f"{self.precision_plugin.precision!r}: give both trainers one precision, or close the first "
+                "(trainer.strategy.close())"
+            )
         self.precision_plugin.engine = self._engine
         self.model_to_device()
         if self._checkpoint is not None:

@@ -537,6 +537,8 @@ def test_a_module_keeps_its_engine_whichever_trainer_runs_it_and_its_copy_has_no
         (found,) = other.validate(own, loader(2, 5), verbose=False)
         assert found == expected
         assert other.strategy.engine is engine
+    with pytest.raises(ConfigError, match="give both trainers one precision"):
+        trainer_over(PL, tmp_path, strategy(), precision="bf16-true").validate(own, loader(2, 5), verbose=False)
     fit(PL, tmp_path, "auto", module=copied)
     fit(PL, tmp_path, strategy(), module=own)
     assert len(own.losses) == 16
