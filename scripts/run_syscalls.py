@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import json
 import os
 import random
 import re
@@ -22,27 +20,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint
-from run_full_disk import PROGRAMS, digest, in_memory, least_budget, make_engine, reference, take_step
-from run_kill import result
-
-import offload.checkpoint.native.inspection  # noqa: F401
-from offload import OffloadError
-from offload.cli import main as offload_command
-
-LIFE_S = 40
-STEPS = 5
-OTHER = "/dev/shm"
+from _struck_run import LIFE_S, StruckRun, Wrong, a_place
 
 ERRORS = {
     "openat": "EMFILE EACCES EIO ENOSPC EINTR",
@@ -89,67 +76,6 @@ ERRORS = {
     "eventfd2": "EMFILE",
     "memfd_create": "EMFILE",
 }
-
-
-class Wrong(Exception):
-    """The engine did not do what it promises."""
-
-
-class Place:
-    def __init__(self, disk: Path, other: Path) -> None:
-        self.disk, self.other, self.nvme, self.log = disk, other, disk / "nvme", disk / "log"
-
-    def clear(self) -> None:
-        for folder in (self.disk, self.other):
-            for entry in folder.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        self.nvme.mkdir()
-        self.log.touch()
-
-    def tell(self, **what: object) -> None:
-        with self.log.open("a") as file:
-            file.write(json.dumps(what) + "\n")
-
-    def told(self, name: str) -> list[Any]:
-        entries = [json.loads(line) for line in self.log.read_text().splitlines()]
-        return [entry[name] for entry in entries if name in entry]
-
-
-def life(place: Place, program: dict[str, Any], budget: int, backend: str, log: int) -> None:
-    """One run, from what is there to the last step. ``log`` is open already: only the run's own calls are to fail."""
-
-    def tell(**what: object) -> None:
-        line = (json.dumps(what) + "\n").encode()
-        os.writev(log, [line])
-
-    try:
-        with make_engine(program, nvme_path=place.nvme, host_memory=budget, keep_last=2, io_backend=backend) as engine:
-            if program.get("durable"):
-                engine.load_checkpoint()
-            elif any((place.disk / "saved").glob("step*")):
-                engine.load_checkpoint(place.disk / "saved")
-            if engine.global_step == 0:
-                torch.manual_seed(7)
-            tell(resumed=engine.global_step)
-            while engine.global_step < STEPS:
-                loss = take_step(engine)
-                step = engine.global_step
-                tell(step=step, loss=loss)
-                if step % 2 == 0:
-                    engine.save_checkpoint(place.disk / "saved")
-                    tell(saved=step)
-                    engine.save_checkpoint(place.other / "copied")
-                    engine.wait_for_checkpoint()
-                    tell(copied=step)
-                if step == 3:
-                    engine.save_model(place.disk / "model", max_shard_bytes="300KB")
-            engine.synchronize()
-            tell(weights=digest(engine.module.state_dict()), at=engine.global_step)
-        tell(closed=STEPS)
-    except OffloadError as error:
-        tell(error=f"{type(error).__name__}: {error}")
-    except BaseException as error:
-        tell(bare="".join(traceback.format_exception(error)))
 
 
 def traced(call: Callable[[], None], options: list[str], trace: Path) -> int:
@@ -202,38 +128,20 @@ def traced(call: Callable[[], None], options: list[str], trace: Path) -> int:
         tracer.wait()
 
 
-class Trial:
-    def __init__(self, place: Place, program: dict[str, Any]) -> None:
-        self.place, self.program = place, program
-        self.expected = result(lambda: reference(program))
-        least = result(lambda: least_budget(program))
-        self.budgets = (least, least * 5 // 4)
-        self.trace = place.disk.parent / "trace"
+class Traced(StruckRun):
+    """A run whose calls are seen, and fail, by ``strace``."""
 
-    def live(self, budget: int, backend: str, options: list[str]) -> int:
-        log = os.open(self.place.log, os.O_WRONLY | os.O_APPEND)
-        try:
-            return traced(
-                lambda: life(self.place, self.program, self.budgets[budget], backend, log), options, self.trace
-            )
-        finally:
-            os.close(log)
+    @property
+    def trace(self) -> Path:
+        return self.place.disk.parent / "trace"
 
-    def prepare(self, resumes: bool, backend: str) -> None:
-        self.place.clear()
-        if resumes:
-            result(self._first)
-
-    def _first(self) -> None:
-        log = os.open(self.place.log, os.O_WRONLY | os.O_APPEND)
-        global STEPS
-        STEPS = 3
-        life(self.place, self.program, self.budgets[0], "auto", log)
+    def live_traced(self, budget: int, backend: str, *options: str) -> int:
+        return self.live(partial(traced, options=list(options), trace=self.trace), budget, backend)
 
     def calls(self, resumes: bool, backend: str) -> dict[str, list[int]]:
         """Of each kind: which numbers of it, in its thread, go to files of the run."""
-        self.prepare(resumes, backend)
-        if self.live(int(resumes), backend, ["-e", f"trace={','.join('?' + kind for kind in ERRORS)}"]):
+        self.prepare(resumes=resumes)
+        if self.live_traced(int(resumes), backend, "-e", f"trace={','.join('?' + kind for kind in ERRORS)}"):
             raise Wrong("the run without trouble fails")
         counts: Counter[tuple[str, str]] = Counter()
         found: dict[str, set[int]] = {}
@@ -242,11 +150,11 @@ class Trial:
                 continue
             thread, kind = match.groups()
             counts[thread, kind] += 1
-            if self.is_ours(kind, line):
+            if self._is_ours(kind, line):
                 found.setdefault(kind, set()).add(counts[thread, kind])
         return {kind: sorted(numbers) for kind, numbers in found.items()}
 
-    def is_ours(self, kind: str, line: str) -> bool:
+    def _is_ours(self, kind: str, line: str) -> bool:
         parts = (str(self.place.disk), str(self.place.other))
         if "/log" in line:
             return False
@@ -257,72 +165,23 @@ class Trial:
         )
 
     def run(self, resumes: bool, backend: str, kind: str, error: str, number: str) -> str:
-        place = self.place
-        self.prepare(resumes, backend)
-        status = self.live(
-            int(resumes), backend, ["-e", f"trace={kind}", "-e", f"inject={kind}:error={error}:when={number}"]
+        self.prepare(resumes=resumes)
+        status = self.live_traced(
+            int(resumes), backend, "-e", f"trace={kind}", "-e", f"inject={kind}:error={error}:when={number}"
         )
         struck = [line for line in self.trace.read_text().splitlines() if "INJECTED" in line]
-        ours = [line for line in struck if self.is_ours(kind, line)]
-        said = place.told("error")
         if status:
             raise Wrong(f"the process ends with {status}: {struck}")
-        if bare := place.told("bare"):
-            raise Wrong(f"{'' if ours else 'ELSEWHERE '}a bare error: {bare[0]}\n{struck}")
-        if said and error in ("EINTR",):
+        said = self.place.told("error")
+        if said and error == "EINTR":
             raise Wrong(f"an interrupted call is an error: {said}\n{struck}")
         if said and not struck:
             raise Wrong(f"an error without a reason: {said}")
-        self.check_steps()
-        least = self.least_step()
-        before = len(place.told("resumed"))
-        if self.live(1 - int(resumes), "auto", ["-e", "trace=none"]):
-            raise Wrong("the next run fails")
-        if place.told("error")[len(said) :] or place.told("bare"):
-            raise Wrong(f"the next run says {place.told('error')[len(said) :]} {place.told('bare')}; {said} {struck}")
-        at = place.told("resumed")[before]
-        if at < least:
-            raise Wrong(f"resumed at step {at}, {least} was acknowledged; {said} {struck}")
-        self.check_steps()
-        if place.told("weights")[-1] != self.expected["weights"][STEPS]:
-            raise Wrong("other weights")
-        self.check_files()
-        return (said[0].splitlines()[0] if said else "well") if struck else "not reached"
-
-    def least_step(self) -> int:
-        saved = max(self.place.told("saved"), default=0)
-        if not self.program.get("durable"):
-            return saved
-        every = self.program["durable"]
-        return max(saved, (max(self.place.told("step"), default=1) - 1) // every * every, *self.place.told("closed"), 0)
-
-    def check_steps(self) -> None:
-        for line in self.place.log.read_text().splitlines():
-            told = json.loads(line)
-            if "loss" in told and told["loss"] != self.expected["losses"][told["step"]]:
-                raise Wrong(f"step {told['step']} has another loss")
-
-    def save_again(self) -> None:
-        """What could not be removed is removed by the next save."""
-        with in_memory(self.program) as engine:
-            engine.save_checkpoint(self.place.disk / "saved")
-            engine.save_checkpoint(self.place.other / "copied")
-            engine.save_model(self.place.disk / "model")
-
-    def check_files(self) -> None:
-        place = self.place
-        folders = [entry for folder in (place.disk / "saved", place.other / "copied") for entry in folder.glob("step*")]
-        for entry in [*folders, *place.nvme.iterdir()]:
-            with contextlib.redirect_stdout(io.StringIO()):
-                if offload_command(["inspect", str(entry), "--verify"]):
-                    raise Wrong(f"{entry} is not whole")
-        result(self.save_again)
-        for folder in (place.disk / "saved", place.other / "copied", place.disk / "model"):
-            if left := [entry.name for entry in folder.glob(".*unfinished*")]:
-                raise Wrong(f"left after the next save: {left}")
-        stores = [entry.name for entry in place.nvme.iterdir()]
-        if len(stores) != (1 if self.program.get("durable") else 0):
-            raise Wrong(f"left under nvme_path: {stores}")
+        elsewhere = "" if any(self._is_ours(kind, line) for line in struck) else "ELSEWHERE "
+        found = self.check(
+            lambda: self.live_traced(1 - int(resumes), "auto", "-e", "trace=none"), f"{elsewhere}{struck}"
+        )
+        return (found or "well") if struck else "not reached"
 
 
 def main() -> None:
@@ -338,20 +197,15 @@ def main() -> None:
     outcomes: Counter[str] = Counter()
     deadline = time.monotonic() + arguments.seconds
     num_wrong = 0
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=OTHER) as other:
-        disk = Path(folder) / "disk"
-        disk.mkdir()
-        place = Place(disk, Path(other))
-        trials: dict[int, Trial] = {}
-        calls: dict[Any, dict[str, list[int]]] = {}
+    with a_place() as place:
+        runs: dict[int, Traced] = {}
+        calls: dict[tuple[int, bool, str], dict[str, list[int]]] = {}
         while outcomes.total() < arguments.trials and time.monotonic() < deadline:
             which, resumes, backend = rng.choice([0, 1, 2, 3]), rng.random() < 0.4, rng.choice(["auto", "threads"])
-            if which not in trials:
-                trials[which] = Trial(place, {k: v for k, v in PROGRAMS[which].items() if k != "weights"})
-            trial = trials[which]
+            run = runs[which] if which in runs else runs.setdefault(which, Traced(place, which))
             key = which, resumes, backend
             if key not in calls:
-                calls[key] = trial.calls(resumes, backend)
+                calls[key] = run.calls(resumes, backend)
                 print(key, {kind: len(numbers) for kind, numbers in calls[key].items()}, flush=True)
             kinds = sorted(set(calls[key]) & set(arguments.kind or ERRORS))
             if not kinds:
@@ -363,7 +217,7 @@ def main() -> None:
             )
             began = time.monotonic()
             try:
-                said = trial.run(*key[1:], kind, error, number)
+                said = run.run(resumes, backend, kind, error, number)
             except Wrong as wrong:
                 num_wrong += 1
                 said = f"WRONG: {wrong}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -63,3 +64,11 @@ def test_a_slice_of_calls_that_fail():
     found = forked.run_script(SCRIPTS / "run_syscalls.py", "--seed", "3", "--trials", "2", "--kind", "fsync")
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count(" s): ") == 2 and " s): not reached" not in found.stdout
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of the calls are those of x86-64")
+def test_a_slice_of_limits_that_come_down():
+    kinds = ("--kind", "io_uring, EPERM", "--kind", "sizes of files")
+    found = forked.run_script(SCRIPTS / "run_limits.py", "--seed", "1", "--trials", "2", *kinds)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count("): ") == 2

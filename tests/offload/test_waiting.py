@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import gc
 import threading
@@ -393,9 +394,9 @@ def test_a_thread_that_finds_no_memory_to_begin_with_is_one_that_the_system_does
     with pytest.raises(RuntimeError, match="can't start new thread"):
         DaemonThread(lambda: made.append(2), "lost").start()
     monkeypatch.undo()
-    late = threading.Thread(target=bootstrap, args=(begun[-1],))
-    late.start()
-    late.join(30)
+    is_over = threading.Event()
+    _thread.start_new_thread(lambda: (bootstrap(begun[-1]), is_over.set()), ())
+    assert is_over.wait(30)
     assert made == [], "who has given it up goes on without it"
     DaemonThread(lambda: made.append(3), "in order").start()
     deadline = time.monotonic() + 30
