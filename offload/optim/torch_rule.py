@@ -86,6 +86,8 @@ class TorchRule(WholeParameters):
         self._parameters = _by_place(optimizer, groups)
         """All that the optimizer was made for."""
         self._place_of = {id(parameter): place for place, parameter in self._parameters.items()}
+        self._place = {spec: self._place_of[id(spec.parameter)] for spec in self._group_of}
+        """The same by what parameters are known as here: another may stand in the model later (``prune``)."""
         self._shared = as_when_training(self._twin, SharedState.of(optimizer, places=self._place_of))
         self._known = frozenset(self._shared.attributes)
         """Names of attributes that it had when the engine was made."""
@@ -203,7 +205,7 @@ class TorchRule(WholeParameters):
                 },
             }
         borrowed = {tensor.untyped_storage().data_ptr() for tensor in (parameter, parameter.grad, *resting.values())}
-        place = frozen.group, self._place_of[id(spec.parameter)][1]
+        place = frozen.group, self._place[spec][1]
         step = frozen.step
         shared, found = self._twin.run_alone(step.before, place, parameter, states, step.called_in.call)
         difference = step.after.of_group(frozen.group).difference(shared)
@@ -259,7 +261,7 @@ class TorchRule(WholeParameters):
         attributes = _attributes_of(spec.parameter)
         # Fractions, such as factors of the learning rate, tell parameters apart that have the same states.
         kind = {name: value for name, value in attributes.items() if not isinstance(value, float)}
-        place = group, self._place_of[id(spec.parameter)][1]
+        place = group, self._place[spec][1]
         # What is known of one parameter by its place may tell it apart, too.
         found = self._schemas.setdefault((spec.shape, group if self._shared.sizes is None else place), [])
         for other, schema in found:
