@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from offload.errors import ConfigError
 from offload.quantised.four_bits import Blocks4, Blocks4Nested
 from offload.quantised.weight import QuantisedWeight
 
@@ -39,20 +41,22 @@ class _OfLayer(Blocks4):
     @property
     def quant_state(self) -> Any:
         """As of ``Params4bit``, over the same memory."""
-        from bitsandbytes.functional import QuantState
+        return self._state(_state_in_engine())
 
+    def _state(self, kind: type) -> Any:
         per_scale, dtype, *_, quant_type = self.settings
         offset, outer = self._outer()
-        return QuantState(self.scales, self.shape, self.table, per_scale, quant_type, dtype, offset, outer)
+        return kind(self.scales, self.shape, self.table, per_scale, quant_type, dtype, offset, outer)
 
     def _outer(self) -> tuple[torch.Tensor | None, Any]:
         """What is added to each scale, and the state of the scales' own quantisation."""
         return None, None
 
     def as_parameter(self) -> nn.Parameter:
+        from bitsandbytes.functional import QuantState
         from bitsandbytes.nn.modules import Params4bit
 
-        state = self.quant_state
+        state = self._state(QuantState)
         return Params4bit(  # type: ignore[no-any-return, no-untyped-call]
             self.codes,
             requires_grad=False,
@@ -78,6 +82,24 @@ class Linear4bitWeightNested(_OfLayer, Blocks4Nested):
         _, _, per_scale, offset, _ = self.settings
         outer = QuantState(self.outer_scales, code=self.outer_table, blocksize=per_scale, dtype=torch.float32)
         return torch.tensor(offset, device=self.device), outer
+
+
+@cache
+def _state_in_engine() -> type:
+    """``QuantState`` of a weight that an engine holds."""
+    from bitsandbytes.functional import QuantState
+
+    class StateInEngine(QuantState):
+        def __getattr__(self, name: str) -> Any:
+            if name == "SCB":  # PEFT asks every weight for it whose class is not called Params4bit
+                raise ConfigError(
+                    "an adapter cannot be merged into, or its merge be taken out of, the weight of a Linear4bit that "
+                    "an engine holds. Merge in the model that engine.unwrap() gives. This weight has not changed, and "
+                    "model.unmerge_adapter() takes back what has been merged into other layers"
+                )
+            return super().__getattr__(name)
+
+    return StateInEngine
 
 
 class _InEngine:

@@ -182,3 +182,26 @@ def test_qlora_of_transformers_and_peft_has_its_losses(tmp_path: Path) -> None:
         assert losses(model, engine.optimizer) == losses(plain, nadam(plain))
         model.save_pretrained(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size > 0
+
+
+def test_a_merge_of_peft_is_refused_and_can_be_taken_back() -> None:
+    peft = pytest.importorskip("peft")
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4")
+        base = nn.Sequential(nn.Linear(64, 64), layer).to("cpu")
+        base.is_loaded_in_4bit = True
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["0", "1"], init_lora_weights=False))
+
+    model, x = made(), torch.randn(4, 64)
+    with OffloadEngine(model, precision="fp32") as engine:
+        before = model(x)
+        with pytest.raises(ConfigError, match=r"Linear4bit.* engine\.unwrap\(\)"):
+            model.merge_adapter()
+        assert not model.base_model.model[1].merged
+        model.unmerge_adapter()
+        torch.testing.assert_close(model(x), before)
+        engine.unwrap()
+    model.merge_adapter()
+    torch.testing.assert_close(model(x), before, rtol=0.1, atol=0.3)  # quantised again

@@ -523,6 +523,29 @@ def prompts_of_many_tasks(place):
     return found
 
 
+@family.refused(
+    "`merge_and_unload()` into `Linear4bit` that was wrapped", r"engine\.unwrap\(\)", needs=("bitsandbytes",)
+)
+def merged_in_four_bits(place):
+    import bitsandbytes
+
+    class InFourBits(Net):
+        is_loaded_in_4bit = True
+
+        def __init__(self):
+            super().__init__()
+            for block in self.blocks:
+                up = bitsandbytes.nn.Linear4bit(block.up.in_features, block.up.out_features, quant_type="nf4")
+                up.load_state_dict(block.up.state_dict())
+                block.up = up.to("cpu")
+
+    from peft import LoraConfig, get_peft_model
+
+    engine = place.wrap(get_peft_model(InFourBits(), LoraConfig(r=4, target_modules=TARGETS)), **SGD)
+    steps(engine, engine.module)
+    return engine.module.merge_and_unload()(batch(0)).sum().item()
+
+
 @same_bits("soft prompts: rows in front of the input are all that is trained")
 def soft_prompts(place):
     class Prompted(nn.Module):
