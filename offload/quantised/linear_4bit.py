@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 from offload.quantised.four_bits import Blocks4, Blocks4Nested
 from offload.quantised.weight import QuantisedWeight
+
+_ROWS_TRIED = 64
 
 
 class _OfLayer(Blocks4):
@@ -129,7 +131,8 @@ def weights_of_layers(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, n
     that of the engine's weights."""
     found: dict[int, nn.Parameter] = {}
     weights = {}
-    for module in model.modules():
+    others = []
+    for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))  # a scripted module's ``_parameters`` are no dict
         weight: Any = own.get("weight")
         if weight is not None and is_in_4bit(weight) and isinstance(module, sys.modules["bitsandbytes"].nn.Linear4bit):
@@ -138,8 +141,35 @@ def weights_of_layers(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, n
                 weight = module._parameters["weight"]
             if id(weight) not in found:
                 found[id(weight)] = nn.Parameter(_weight_over(weight, dtype), requires_grad=False)
+                state = weight.quant_state
+                rows = min(state.shape[0], _ROWS_TRIED)
+                if weight.is_cpu and not _library_agrees(rows, state.shape[-1], state.blocksize, state.quant_type):
+                    others.append(name)
             weights[module] = found[id(weight)]
+    if others:
+        warn(
+            f"{len(others)} layers in 4 bits ({others[0]}, ...) have rows that are no multiple of a block: "
+            f"bitsandbytes {sys.modules['bitsandbytes'].__version__} dequantises such weights wrongly on the CPU. The "
+            "engine does not, so that its losses are others there: nearer to those of the weights that were quantised."
+        )
     return weights
+
+
+@cache
+def _library_agrees(rows: int, columns: int, per_scale: int, quant_type: str) -> bool:
+    """``bitsandbytes`` gives a weight of this shape the numbers of its format on the CPU: where that may be otherwise,
+    a trial tells."""
+    if columns % per_scale == 0:
+        return True
+    from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+    shape, table = torch.Size((rows, columns)), get_4bit_type(quant_type, device="cpu")
+    codes = (torch.arange((shape.numel() + 1) // 2) % 251).to(torch.uint8).reshape(-1, 1)
+    scales = torch.arange(1, -(-shape.numel() // per_scale) + 1, dtype=torch.float32)
+    state = QuantState(scales, shape, table, per_scale, quant_type, torch.float32)
+    settings = (per_scale, torch.float32, quant_type)
+    ours = Linear4bitWeight([codes, scales, table], shape, torch.float32, settings).dequantize()
+    return torch.equal(dequantize_4bit(codes, state), ours)
 
 
 def _weight_over(weight: Any, dtype: torch.dtype) -> QuantisedWeight:
