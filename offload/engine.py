@@ -121,7 +121,7 @@ class OffloadEngine:
         try:
             return self._make_in(world, model)
         except BaseException as error:
-            world.leave(error)
+            world.refuse(error)
             raise
 
     def _make_in(self, world: World, model: nn.Module) -> Session:

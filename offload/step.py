@@ -119,6 +119,7 @@ class Step:
 
     def take_step(self, loss_scale: float | None = None) -> None:
         """Freeze the step, and start its update. An interrupt comes before, or when all of it is on its way."""
+        self.checkpoints.generations.raise_missed()
         self.passes.aliases.take_all()
         with self.failure, self.access.ranks.changing_weights():
             self._prepare(loss_scale)

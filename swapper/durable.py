@@ -128,6 +128,11 @@ class DurableStore:
         return self._transfers.num_second_writes
 
     @property
+    def has_failed(self) -> bool:
+        """A failure was final: every call raises it from then on."""
+        return self._turns.failure is not None
+
+    @property
     def generation(self) -> int:
         """The number of the generation that the store was last committed as, or opened at."""
         return self._generations.base.generation

@@ -201,11 +201,11 @@ def parameters_in_attribute(optimizer, group, params, factors):
 
 def slowed_by_id(optimizer, group, params, factors):
     for p in params:
-        factors[p] *= optimizer.slowed.get(id(p), 1.0)
+        factors[p] *= dict(optimizer.slowed).get(id(p), 1.0)
 
 
 def _slow_the_first(optimizer):
-    optimizer.slowed = {id(optimizer.param_groups[0]["params"][0]): 0.5}
+    optimizer.slowed = ((id(optimizer.param_groups[0]["params"][0]), 0.5),)
 
 
 slowed_by_id.at_start = _slow_the_first

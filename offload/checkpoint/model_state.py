@@ -1,11 +1,13 @@
 """State of a model beside the weights that an engine holds: what else a state dict has, and the config.
 
 Buffers, parameters that are no floating-point numbers (the engine leaves them in the model) and extra states rest in
-the description of a checkpoint, see ``METADATA_BYTES_MAX``.
+the description of a checkpoint, see ``METADATA_BYTES_MAX``. So do values that a module without parameters puts into its
+state dict by itself: a metric of ``torchmetrics`` keeps its persistent states in attributes.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,13 +23,14 @@ _EXTRA = "_extra_state"
 
 
 def get_model_state(model: nn.Module) -> dict[str, Any]:
-    """``buffers``: tensors by their names in a state dict, the model's own. ``extra``: extra states. ``configs``: the
-    content of files."""
-    return {
-        "buffers": dict(_tensors(model)),
-        "extra": {name: module.get_extra_state() for name, module in _with_extra_state(model)},
-        "configs": configs_of(model),
-    }
+    """``buffers``: tensors by their names in a state dict, the model's own. ``extra``: extra states, and what modules
+    without parameters put into a state dict by themselves. ``configs``: the content of files."""
+    buffers = dict(_tensors(model))
+    extra = {name: module.get_extra_state() for name, module in _with_extra_state(model)}
+    for prefix, module in _with_own_state_dict(model):
+        own = {_join(prefix, name): value for name, value in module.state_dict().items()}
+        extra |= {name: value for name, value in own.items() if name not in buffers and name not in extra}
+    return {"buffers": buffers, "extra": extra, "configs": configs_of(model)}
 
 
 def set_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -37,14 +40,17 @@ def set_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             if name in state["buffers"]:
                 values = state["buffers"][name]  # dense ones, in a description
                 tensor.copy_(values if tensor.layout is torch.strided else values.to_sparse(layout=tensor.layout))
+    extra = state.get("extra", {})
+    for prefix, module in _with_own_state_dict(model):
+        known = {name: value for name, value in module.state_dict().items() if _join(prefix, name) in extra}
+        own = {name: _beside(value, extra[_join(prefix, name)]) for name, value in known.items()}
+        if own:
+            with _taking(prefix):
+                module.load_state_dict(own, strict=False)
     for name, module in _with_extra_state(model):
-        if name in state.get("extra", {}):
-            try:
-                module.set_extra_state(state["extra"][name])
-            except Exception as error:
-                raise OffloadError(
-                    f"{name} does not take the extra state that the checkpoint has: {error!r}"
-                ) from error
+        if name in extra:
+            with _taking(name):
+                module.set_extra_state(extra[name])
 
 
 def first_difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
@@ -84,6 +90,36 @@ def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield _join(prefix, _EXTRA), module
+
+
+def _with_own_state_dict(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules without parameters whose class says what a state dict has of them."""
+    found: set[nn.Module] = set()
+    for prefix, module in model.named_modules():
+        if module in found or not _writes_state_dict(module) or next(module.parameters(), None) is not None:
+            continue
+        found.update(module.modules())
+        yield prefix, module
+
+
+def _writes_state_dict(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.state_dict is not nn.Module.state_dict or kind._save_to_state_dict is not nn.Module._save_to_state_dict
+
+
+def _beside(here: Any, there: Any) -> Any:
+    """What was saved, on the device of what it replaces."""
+    are_tensors = isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor)
+    return there.to(here.device) if are_tensors else there
+
+
+@contextlib.contextmanager
+def _taking(name: str) -> Iterator[None]:
+    """Around code of the user's that takes what a checkpoint has."""
+    try:
+        yield
+    except Exception as error:
+        raise OffloadError(f"{name} does not take the extra state that the checkpoint has: {error!r}") from error
 
 
 def _join(prefix: str, name: str) -> str:

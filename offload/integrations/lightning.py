@@ -62,6 +62,27 @@ _OF_DDP = ("barrier", "broadcast", "distributed_sampler_kwargs", "num_processes"
 sampler."""
 
 
+_KEPT = "_offload_kept"
+"""Attribute of a module that has its ``_Kept``."""
+
+
+class _Kept:
+    """A module's engine. It ends with the module and not with the trainer: runs of other trainers go on with it, and so
+    do those of this one after a run of another module. A copy of the module, and a file of it, have none."""
+
+    def __init__(self, engine: OffloadEngine | None = None) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+def _engine_of(module: Any) -> OffloadEngine | None:
+    """The engine that a run has left with the module, if the weights are still there."""
+    kept = getattr(module, _KEPT, None)
+    return kept.engine if kept is not None and OffloadEngine.holds(module) else None
+
+
 class _Strategy(OfLightning):  # type: ignore[misc]
     """The strategy. A mixin over ``ParallelStrategy`` of one of the packages, which is ``package``, with what
     ``_OF_DDP`` names."""
@@ -181,16 +202,22 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         """Make the engine: for training over the optimizer of ``configure_optimizers``, else without states. Evaluation
         goes on with the engine of a run before."""
         self.accelerator.setup(trainer)
-        is_here = self._engine is not None and self._engine.module is self.lightning_module
+        self._engine = _engine_of(self.lightning_module)
         if trainer.state.fn == self.package.trainer.states.TrainerFn.FITTING:
-            if is_here:
-                self.engine.unwrap()
+            if self._engine is not None:
+                self._engine.unwrap()
             self._engine = None
             self.setup_optimizers(trainer)
             self._engine = self._make(trainer, self._only_optimizer())
             self.optimizers = [self._engine.optimizer]
-        elif not is_here:
+        elif self._engine is None:
             self._engine = self._make(trainer, None)
+        elif self._engine.config.precision != PRECISIONS[self.precision_plugin.precision]:
+            raise ConfigError(
+                f"the module's engine has precision={self._engine.config.precision!r}, and this trainer "
+                f"{self.precision_plugin.precision!r}: give both trainers one precision, or close the first "
+                "(trainer.strategy.close())"
+            )
         self.precision_plugin.engine = self._engine
         self.model_to_device()
         if self._checkpoint is not None:
@@ -251,7 +278,7 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         if not self._has_nvme_path:
             options["nvme_path"] = Path(trainer.default_root_dir)
             options["nvme_path"].mkdir(parents=True, exist_ok=True)
-        return OffloadEngine(
+        engine = OffloadEngine(
             self.lightning_module,
             self._config,
             optimizer=optimizer,
@@ -260,6 +287,8 @@ class _Strategy(OfLightning):  # type: ignore[misc]
             gradient_accumulation_steps=1 if optimizer is None else self._most_micro_batches(trainer),
             **options,
         )
+        setattr(self.lightning_module, _KEPT, _Kept(engine))
+        return engine
 
     def _only_optimizer(self) -> torch.optim.Optimizer:
         if len(self.optimizers) != 1:

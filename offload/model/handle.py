@@ -31,6 +31,7 @@ from offload.torch_internals import (
     is_traced,
     itself,
     map_leaves,
+    never_compiled,
     no_dispatch,
     no_torch_function,
     requires_grad,
@@ -150,6 +151,7 @@ class Handle(torch.Tensor):
         return map_leaves(lambda item: of_value.get(id(item), item), result)
 
     @property
+    @never_compiled
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The gradient, wherever it is stored. Of what is no parameter of the model it is autograd's own."""
         if not self._is_managed:
@@ -158,6 +160,7 @@ class Handle(torch.Tensor):
         return self._backing.gradient  # type: ignore[no-any-return]
 
     @grad.setter
+    @never_compiled
     def grad(self, value: torch.Tensor | None) -> None:
         if not self._is_managed:
             autograd_gradient.__set__(self, value)

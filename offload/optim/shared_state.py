@@ -13,12 +13,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload.errors import ConfigError, cannot_run_alone
+from offload.optim.acquaintance import IdOf, Owner, Place, known_as, modules_in, put_tokens
 from offload.optim.rule import Group, options_of
 
 ROUNDING = 1e-6
@@ -62,10 +64,16 @@ class _Memo(dict[int, Any]):
         return super().get(key, default)
 
     def has_ids(self, value: Any) -> bool:
-        """An ``id()`` of one of the optimizer's parameters is in ``value``, a copy, or in what was copied before it. A
-        twin of the optimizer has parameters of other ids, and would find nothing under theirs."""
-        parts = (part for made in ([value], *self.values()) for part in gc.get_referents(made))
-        return any(type(part) is int and part in self._held for part in parts)
+        """An ``id()`` of one of the optimizer's parameters is in ``value``, a copy, or in what was copied before it,
+        where no token could take its place. A twin of the optimizer would find nothing under it."""
+        parts = [part for made in ([value], *self.values()) for part in gc.get_referents(made)]
+        while parts:
+            part = parts.pop()
+            if type(part) is int and part in self._held:
+                return True
+            if type(part) in (tuple, frozenset):  # a copy of one may be itself, which no memo has
+                parts += part
+        return False
 
 
 class _HoldsParameter(Exception):
@@ -81,26 +89,36 @@ class SharedState:
     attributes: Mapping[str, Any]
     entries: Mapping[Any, Any]
     """Of ``optimizer.state``, under other keys than parameters."""
+    sizes: Sequence[int] | None = None
+    """Of an optimizer that knows single parameters: how many each group has. See [Note: Who a stand-in is]."""
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, known: frozenset[str] | None = None) -> SharedState:
+    def of(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        known: frozenset[str] | None = None,
+        places: Mapping[int, Place] = MappingProxyType({}),
+    ) -> SharedState:
         """A copy of what the optimizer has now. Attributes are those in ``known``, and others that are plain data:
-        libraries put objects of their own on an optimizer.
+        libraries put objects of their own on an optimizer. ``places`` are those of parameters, by ``id()``, that it may
+        know by more than its groups.
 
         Raises ``ConfigError`` for one that keeps parameters, or what cannot be copied, elsewhere than in
-        ``group["params"]`` and ``state[parameter]``, and for one that knows parameters by ``id()``."""
+        ``group["params"]`` and ``state[parameter]``, and for one that knows others by ``id()``."""
         name = type(optimizer).__name__  # of the class that the user has given, also where it is the engine's
-        memo = _Memo(
-            (id(parameter) for group in optimizer.param_groups for parameter in group["params"]),
-            {id(optimizer): _OWNER},
-        )
+        own = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        memo = _Memo({*own, *places}, {id(optimizer): _OWNER})
+        knows = False
 
         def copied(what: str, value: Any) -> Any:
-            if isinstance(value, (torch.optim.Optimizer, torch.nn.Module)):
+            if isinstance(value, (torch.optim.Optimizer, nn.Module)):
                 kind = "optimizer" if isinstance(value, torch.optim.Optimizer) else "module"
                 raise ConfigError(
                     cannot_run_alone(name, f"it keeps another {kind}, a {type(value).__name__}, in its {what}")
                 )
+            nonlocal knows
+            owners = {id(module): Owner.of(module, places) for module in modules_in(value)} if places else {}
+            memo.update(owners)
             try:
                 made = copy.deepcopy(value, memo)
             except _HoldsParameter:
@@ -109,6 +127,7 @@ class SharedState:
             except Exception as error:  # a class of the user's may raise anything
                 why = f"its {what} cannot be copied for a trial ({type(error).__name__}: {error})"
                 raise ConfigError(cannot_run_alone(name, why)) from error
+            knows = put_tokens([made, *memo.values()], places) or bool(owners) or knows
             if memo.has_ids(made):
                 why = f"it knows parameters by their id() in its {what}: {_WAY}"
                 raise ConfigError(cannot_run_alone(name, why))
@@ -116,7 +135,7 @@ class SharedState:
 
         attributes = vars(optimizer)
         names = [name for name in attributes if name not in of_torch() | _OF_OTHERS]
-        return cls(
+        found = (
             [
                 {option: copied(f"group option {option!r}", value) for option, value in _options(group).items()}
                 for group in optimizer.param_groups
@@ -132,18 +151,23 @@ class SharedState:
                 if not isinstance(key, torch.Tensor)
             },
         )
+        sizes = [0] * len(optimizer.param_groups)
+        for group, index in places.values():
+            sizes[group] = max(sizes[group], index + 1)
+        return cls(*found, sizes if knows else None)
 
     def of_group(self, index: int) -> SharedState:
         """The same for an optimizer that has this group alone."""
         return SharedState([self.groups[index]], self.attributes, self.entries)
 
-    def put(self, optimizer: torch.optim.Optimizer, params: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+    def put(self, optimizer: torch.optim.Optimizer, params: Sequence[Sequence[nn.Parameter]]) -> None:
         """Give a copy to ``optimizer``, a copy of the user's, with these parameters in its groups and no states."""
+        by_place = {(group, i): each for group, of_group in enumerate(params) for i, each in enumerate(of_group)}
         own = vars(optimizer)
         for name in own.keys() - of_torch():
             del own[name]
         groups, attributes, entries = copy.deepcopy(
-            (self.groups, self.attributes, self.entries), {id(_OWNER): optimizer}
+            (self.groups, self.attributes, self.entries), {id(_OWNER): optimizer, **known_as(by_place)}
         )
         own.update(attributes)
         own["param_groups"] = [
@@ -151,10 +175,15 @@ class SharedState:
         ]
         own["state"] = defaultdict(dict, entries)
 
-    def give(self, optimizer: torch.optim.Optimizer, before: SharedState) -> None:
-        """Give what a step has made of ``before`` to the user's optimizer: what the step left alone stays the object
-        that it is."""
-        owner = {id(_OWNER): optimizer}
+    def give(
+        self,
+        optimizer: torch.optim.Optimizer,
+        before: SharedState,
+        parameters: Mapping[Place, nn.Parameter] = MappingProxyType({}),
+    ) -> None:
+        """Give what a step has made of ``before`` to the user's optimizer, with these parameters: what the step left
+        alone stays the object that it is."""
+        owner = {id(_OWNER): optimizer, **known_as(parameters)}
         for group, old, new in zip(optimizer.param_groups, before.groups, self.groups, strict=True):
             _update(group, old, new, owner)
         _update(vars(optimizer), before.attributes, self.attributes, owner)
@@ -233,11 +262,23 @@ def is_data(value: Any) -> bool:
 
 def _update(target: Any, old: Mapping[Any, Any], new: Mapping[Any, Any], owner: dict[int, Any]) -> None:
     for key in old.keys() - new.keys():
-        del target[key]
+        del target[_own(key, owner)]
     for key, value in new.items():
         if key not in old or not same(old[key], value, 0.0):
-            present = target.get(key)
+            present = target.get(_own(key, owner))
             if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor) and present.shape == value.shape:
                 present.copy_(value)  # schedulers, and the user, may hold the tensor
+            elif key in old and _is_mapping(present, old[key], value):
+                _update(present, old[key], value, owner)
+            elif key in old and _is_mapping(*(getattr(each, "__dict__", None) for each in (present, old[key], value))):
+                _update(vars(present), vars(old[key]), vars(value), owner)  # others, and the user, may hold the object
             else:
-                target[key] = copy.deepcopy(value, dict(owner))
+                target[_own(key, owner)] = copy.deepcopy(value, owner)
+
+
+def _own(key: Any, owner: dict[int, Any]) -> Any:
+    return copy.deepcopy(key, owner) if isinstance(key, IdOf) else key
+
+
+def _is_mapping(*values: Any) -> bool:
+    return all(isinstance(value, dict) for value in values)

@@ -19,12 +19,13 @@ from torch import nn
 from offload import kernels
 from offload.errors import ConfigError, cannot_run_alone, warn
 from offload.memory import tensor_at
+from offload.optim.acquaintance import Place
 from offload.optim.called_in import CalledIn
 from offload.optim.formats import Formats
 from offload.optim.rule import Group, SteppingParameter, TileBytes
 from offload.optim.shared_state import SharedState, is_data, same
 from offload.optim.trial import check_kinds, try_alone, without_draws
-from offload.optim.twin import SIDE, Kind, Representatives, Twin, as_when_training, without_compiling
+from offload.optim.twin import LAST, SIDE, Kind, Representatives, Twin, as_when_training, without_compiling
 from offload.optim.whole_parameters import Record, Schema, WholeParameters
 from offload.units import ParameterSpec, Tile, UnitSpec
 from swapper import OffloadError
@@ -82,10 +83,15 @@ class TorchRule(WholeParameters):
         self._name = self._twin.kind.__name__
         self._grad_dtype = grad_dtype
         self._group_of = {spec: index for index, (_, specs) in enumerate(groups) for spec in specs}
-        self._shared = as_when_training(self._twin, SharedState.of(optimizer))
+        self._parameters = _by_place(optimizer, groups)
+        """All that the optimizer was made for."""
+        self._place_of = {id(parameter): place for place, parameter in self._parameters.items()}
+        self._place = {spec: self._place_of[id(spec.parameter)] for spec in self._group_of}
+        """The same by what parameters are known as here: another may stand in the model later (``prune``)."""
+        self._shared = as_when_training(self._twin, SharedState.of(optimizer, places=self._place_of))
         self._known = frozenset(self._shared.attributes)
         """Names of attributes that it had when the engine was made."""
-        kinds = [_kinds(specs, optimizer.state) for _, specs in groups]
+        kinds = [_kinds(specs, optimizer.state, self._place_of) for _, specs in groups]
         try_alone(ahead, self._shared, kinds, [spec.parameter for _, specs in groups for spec in specs])
         if ahead.returned is not None:
             warn(
@@ -104,7 +110,7 @@ class TorchRule(WholeParameters):
         """States that have come after the first step, and were warned of, and entries of the user's."""
         self._absent: dict[ParameterSpec, frozenset[str]] = {}
         """States for which there is room and that are not there, of parameters that have others."""
-        self._schemas: dict[tuple[torch.Size, int], list[tuple[Any, Schema]]] = {}
+        self._schemas: dict[tuple[torch.Size, int | Place], list[tuple[Any, Schema]]] = {}
         """States of parameters of a shape in a group: by what else tells them apart."""
         self._schema_of: dict[ParameterSpec, Schema] = {}
         """Those of each parameter, as it was when the engine was made: room is reserved for these."""
@@ -123,7 +129,7 @@ class TorchRule(WholeParameters):
 
     def begin_step(self, stepping: Mapping[ParameterSpec, SteppingParameter]) -> None:
         optimizer = self._its_owner()
-        before = SharedState.of(optimizer, self._known)
+        before = SharedState.of(optimizer, self._known, self._place_of)
         if len(before.groups) != len(self._representatives):
             raise ConfigError(
                 f"optimizer {self._name} had {len(self._representatives)} parameter groups when the engine was made, "
@@ -133,7 +139,7 @@ class TorchRule(WholeParameters):
         self._index = {id(group): index for index, group in enumerate(optimizer.param_groups)}
         indices = frozenset(self._index[id(group)] for _, group in stepping.values())
         after = self._representatives.step(before, indices)
-        after.give(optimizer, before)
+        after.give(optimizer, before, self._parameters)
         self._step, self._stepping = _Step(before, after, CalledIn()), stepping
 
     @property
@@ -155,7 +161,8 @@ class TorchRule(WholeParameters):
 
     def get_shared(self) -> dict[str, Any]:
         optimizer = self._its_owner()
-        attributes = {name: value for name, value in vars(optimizer).items() if name in self._known and is_data(value)}
+        saved = self._known if self._shared.sizes is None else ()
+        attributes = {name: value for name, value in vars(optimizer).items() if name in saved and is_data(value)}
         entries = {key: optimizer.state[key] for key in optimizer.state if isinstance(key, str)}
         absent = {spec.name: sorted(names) for spec, names in self._absent.items() if names}
         states = self._representatives.states
@@ -163,7 +170,8 @@ class TorchRule(WholeParameters):
 
     def set_shared(self, shared: Mapping[str, Any]) -> None:
         optimizer = self._its_owner()
-        vars(optimizer).update(copy.deepcopy(shared["attributes"]))
+        if self._shared.sizes is None:  # else they go with what it knows of parameters: that is the program's to tell
+            vars(optimizer).update(copy.deepcopy(shared["attributes"]))
         for key, value in shared["entries"].items():
             optimizer.state[key] = copy.deepcopy(value)
         self._absent = {spec: frozenset(shared["absent"].get(spec.name, ())) for spec in self._group_of}
@@ -197,15 +205,16 @@ class TorchRule(WholeParameters):
                 },
             }
         borrowed = {tensor.untyped_storage().data_ptr() for tensor in (parameter, parameter.grad, *resting.values())}
-        before = frozen.step.before.of_group(frozen.group)
-        shared, found = self._twin.run(before, [[parameter]], {parameter: states}, frozen.step.called_in.call)
-        difference = frozen.step.after.of_group(frozen.group).difference(shared)
+        place = frozen.group, self._place[spec][1]
+        step = frozen.step
+        shared, found = self._twin.run_alone(step.before, place, parameter, states, step.called_in.call)
+        difference = step.after.of_group(frozen.group).difference(shared)
         if difference is not None:
             why = (
                 f"its {difference} came out of the step of {spec.name} otherwise than out of that of a small parameter"
             )
             raise OffloadError(cannot_run_alone(self._name, why))
-        self._keep(spec, record, resting, found.get(parameter, {}), borrowed)
+        self._keep(spec, record, resting, found, borrowed)
         self._formats.put_master(parameter.detach().reshape(-1), at.weights, at.states + record.master)
 
     def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
@@ -252,7 +261,9 @@ class TorchRule(WholeParameters):
         attributes = _attributes_of(spec.parameter)
         # Fractions, such as factors of the learning rate, tell parameters apart that have the same states.
         kind = {name: value for name, value in attributes.items() if not isinstance(value, float)}
-        found = self._schemas.setdefault((spec.shape, group), [])
+        place = group, self._place[spec][1]
+        # What is known of one parameter by its place may tell it apart, too.
+        found = self._schemas.setdefault((spec.shape, group if self._shared.sizes is None else place), [])
         for other, schema in found:
             if same(kind, other):
                 return schema
@@ -262,13 +273,12 @@ class TorchRule(WholeParameters):
         try:
             had = copy.deepcopy(dict(self._its_owner().state.get(spec.parameter, {})))
             with without_draws(self._name), without_compiling():  # small ones may draw nothing
-                _, states = self._twin.run(self._shared.of_group(group), [[parameter]], {parameter: had})
+                _, of_parameter = self._twin.run_alone(self._shared, place, parameter, had)
         except ConfigError:
             raise
         except Exception as error:
             why = f"a step on {spec.name} {tuple(spec.shape)} raised {type(error).__name__}: {error}"
             raise ConfigError(cannot_run_alone(self._name, why)) from error
-        of_parameter = states.get(parameter, {})
         check_kinds(self._name, of_parameter)
         schema = {name: (v.shape, v.dtype) for name, v in of_parameter.items() if _rests_in_tile(v)}
         found.append((kind, schema))
@@ -329,17 +339,32 @@ def _owned(value: Any, borrowed: set[int]) -> Any:
     return value
 
 
-def _kinds(specs: Sequence[ParameterSpec], states: Mapping[Any, Any]) -> list[Kind]:
+def _by_place(
+    optimizer: torch.optim.Optimizer, groups: Sequence[tuple[Group, Sequence[ParameterSpec]]]
+) -> dict[Place, nn.Parameter]:
+    """The parameters of the optimizer, with those that are not trained. One that was made of a class has stand-ins."""
+    found: dict[Place, nn.Parameter] = {}
+    for number, (group, (_, specs)) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        own, trained = {id(p): p for p in group["params"]}, {id(spec.parameter): spec.parameter for spec in specs}
+        of_model = own if not trained or own.keys() & trained else trained
+        found |= {(number, index): parameter for index, parameter in enumerate(of_model.values())}
+    return found
+
+
+def _kinds(specs: Sequence[ParameterSpec], states: Mapping[Any, Any], place_of: Mapping[int, Place]) -> list[Kind]:
     """Parameters of a group for a trial: a few that differ when they are small, and two at least, if it has two."""
     found: list[Kind] = []
     seen: list[tuple[Any, ...]] = []
     for spec in specs:
-        kind = Kind(spec.shape, _attributes_of(spec.parameter), dict(states.get(spec.parameter, {})))
+        position = place_of[id(spec.parameter)][1]
+        kind = Kind(spec.shape, _attributes_of(spec.parameter), dict(states.get(spec.parameter, {})), position)
         small = [min(length, SIDE) for length in spec.shape], kind.attributes
         if spec.numel and not any(same(small, other) for other in seen) and len(found) < _KINDS_MAX:
             found.append(kind)
             seen.append(small)
-    return (found * 2 if len(found) == 1 and len(specs) > 1 else found) or [Kind(torch.Size([SIDE]))]
+    if len(found) == 1 and len(specs) > 1:
+        found.append(found[0]._replace(position=LAST))
+    return found or [Kind(torch.Size([SIDE]))]
 
 
 def _attributes_of(parameter: nn.Parameter) -> dict[str, Any]:

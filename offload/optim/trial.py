@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def try_alone(
     parameters of each group, a few of each kind; ``of_model`` are those that a step must not know of. Random generators
     are afterwards what they were."""
     name = twin.kind.__name__
-    for backwards in (False, True):
+    for backwards in (False, True) if shared.sizes is None else (False,):  # or each has its place
         with without_draws(name), without_compiling(), _WithoutModel(name, of_model):
             try:
                 whole = _Run(twin, groups, backwards=backwards).whole(shared)
@@ -130,7 +131,11 @@ class _Run:
         self._generator = torch.Generator().manual_seed(7)
         self._attributes = {p: dict(vars(p)) for group in self._groups for p in group}
         self._all = [parameter for group in self._groups for parameter in group]
-        self._order = [group[::-1] for group in self._groups] if backwards else self._groups
+        by_position = [
+            [(kind.position, parameter) for kind, parameter in zip(kinds, own, strict=True)]
+            for kinds, own in zip(groups, self._groups, strict=True)
+        ]
+        self._order = [dict(own[::-1] if backwards else own) for own in by_position]
 
     def whole(self, shared: SharedState) -> list[_Moment]:
         """Steps over all parameters."""
@@ -160,13 +165,12 @@ class _Run:
             )
             after, reason = self._representatives.step(before, stepping), None
             for index, group in enumerate(self._order):
-                for parameter in group:
+                for place, parameter in group.items():
                     if parameter.grad is None:
                         continue
-                    found, of_one = self._twin.run(
-                        before.of_group(index), [[parameter]], {parameter: states.get(parameter, {})}
-                    )
-                    states.update(of_one)
+                    of_one = states.get(parameter, {})
+                    found, of_one = self._twin.run_alone(before, (index, place), parameter, of_one)
+                    states.update({parameter: of_one} if of_one else {})
                     difference = after.of_group(index).difference(found)
                     if difference is not None:
                         reason = f"{difference} depended on the parameter that it was run with"
@@ -208,7 +212,7 @@ def _halved(shared: SharedState) -> SharedState:
         {**group, "lr": group["lr"] * 0.5} if isinstance(group.get("lr"), (float, torch.Tensor)) else group
         for group in shared.groups
     ]
-    return SharedState(groups, shared.attributes, shared.entries)
+    return replace(shared, groups=groups)
 
 
 def _generators() -> tuple[Any, ...]:

@@ -11,9 +11,10 @@ each step over the representatives with steps over some of them alone.
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,10 +22,14 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError, cannot_run_alone
+from offload.optim.acquaintance import Place
 from offload.optim.shared_state import SharedState, same
 from offload.waiting import within_step_of
 
 States = dict[str, Any]
+
+LAST = -1
+"""Index of a parameter behind all others of its group: nothing is known of it."""
 
 SIDE = 4
 """Elements that a representative has along each dimension, at most."""
@@ -46,6 +51,8 @@ class Kind(NamedTuple):
     shape: torch.Size
     attributes: Mapping[str, Any] = MappingProxyType({})
     states: Mapping[str, Any] = MappingProxyType({})
+    position: int = 0
+    """Index in its group."""
 
 
 class Twin:
@@ -61,40 +68,72 @@ class Twin:
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
         self.returned: Any = None
         """The result of the last step."""
+        self._placeholders: defaultdict[Place, nn.Parameter] = defaultdict(lambda: nn.Parameter(torch.empty(0)))
 
-    def begin(self, shared: SharedState, params: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimizer in this shared state, with these parameters in its groups and no states."""
-        shared.put(self._optimizer, params)
+    def begin(self, shared: SharedState, params: Sequence[Mapping[int, nn.Parameter]]) -> torch.optim.Optimizer:
+        """The optimizer in this shared state, with these parameters in its groups, by index, and no states."""
+        sizes = shared.sizes or [0] * len(params)
+        lists = [self._filled(group, *each) for group, each in enumerate(zip(params, sizes, strict=True))]
+        shared.put(self._optimizer, lists)
         return self._optimizer
+
+    def _filled(self, group: int, params: Mapping[int, nn.Parameter], size: int) -> list[nn.Parameter]:
+        """The list of a group. What has no place in it comes last."""
+        places = [params[index] if index in params else self._placeholders[group, index] for index in range(size)]
+        return places + [parameter for index, parameter in params.items() if not 0 <= index < size]
+
+    def shared(self, before: SharedState) -> SharedState:
+        """The optimizer's shared state now, which was ``before``."""
+        groups = self._optimizer.param_groups if before.sizes is not None else ()
+        places = {id(p): (group, index) for group, own in enumerate(groups) for index, p in enumerate(own["params"])}
+        return replace(SharedState.of(self._optimizer, places=places), sizes=before.sizes)
 
     def run(
         self,
         shared: SharedState,
-        params: Sequence[Sequence[nn.Parameter]],
+        params: Sequence[Mapping[int, nn.Parameter]],
         states: Mapping[nn.Parameter, States],
         call: Callable[[Callable[[], Any]], Any] = lambda step: step(),
     ) -> tuple[SharedState, dict[nn.Parameter, States]]:
-        """Take a step, by ``call``: the shared state and the states afterwards. Parameters and states change in place,
-        or not."""
+        """Take a step over these, of each group by index, by ``call``: the shared state and the states afterwards.
+        Parameters and states change in place, or not."""
         optimizer = self.begin(shared, params)
         optimizer.state.update({parameter: of_parameter for parameter, of_parameter in states.items() if of_parameter})
         try:
             with within_step_of(self.kind.__name__):
                 self.returned = call(lambda: self._step(optimizer))
-            after = SharedState.of(optimizer)
+            after = self.shared(shared)
             return after, {key: dict(value) for key, value in optimizer.state.items() if isinstance(key, nn.Parameter)}
         finally:
             optimizer.param_groups = []
             optimizer.state.clear()
 
+    def run_alone(
+        self,
+        shared: SharedState,
+        place: Place,
+        parameter: nn.Parameter,
+        states: States,
+        call: Callable[[Callable[[], Any]], Any] = lambda step: step(),
+    ) -> tuple[SharedState, States]:
+        """Take a step over one parameter: the shared state of its group, and its states, afterwards."""
+        group, index = place
+        if shared.sizes is None:
+            after, found = self.run(shared.of_group(group), [{index: parameter}], {parameter: states}, call)
+        else:
+            params = [{index: parameter} if each == group else {} for each in range(len(shared.groups))]
+            after, found = self.run(shared, params, {parameter: states}, call)
+            after = after.of_group(group)
+        return after, found.get(parameter, {})
+
 
 def as_when_training(twin: Twin, shared: SharedState) -> SharedState:
     """The shared state once training has begun: schedule-free optimizers want a call of ``train()`` before a step."""
-    optimizer = twin.begin(shared, [[] for _ in shared.groups])
+    optimizer = twin.begin(shared, [{} for _ in shared.groups])
     begin = getattr(optimizer, "train", None)
     if callable(begin):
         begin()
-    return SharedState.of(optimizer)
+    return twin.shared(shared)
 
 
 def without_compiling() -> AbstractContextManager[None]:
@@ -119,6 +158,7 @@ class Representatives:
         """``with_companion`` are groups, by index."""
         self._twin = twin
         self._parameters = [stand_in(kind, seed) for seed, kind in enumerate(of_groups)]
+        self._positions = [kind.position for kind in of_groups]
         self._companions = {index: stand_in(of_groups[index], ~index % 1000) for index in with_companion}
         self._values = {each: each.detach().clone() for each in (*self._parameters, *self._companions.values())}
         self.states: list[States] = [cut(kind.states) for kind in of_groups]
@@ -138,7 +178,7 @@ class Representatives:
         states = {parameter: dict(of_group) for parameter, of_group in zip(self._parameters, self.states, strict=True)}
         states |= {parameter: copied(self.states[index]) for index, parameter in companions.items()}
         together = [
-            [parameter, *([companions[index]] if index in companions else ())]
+            {self._positions[index]: parameter, **({LAST: companions[index]} if index in companions else {})}
             for index, parameter in enumerate(self._parameters)
         ]
         after, states = self._twin.run(shared, together, states)
@@ -152,8 +192,8 @@ class Representatives:
         """Value and states of a companion after a step that it takes by itself."""
         parameter = self._companions[index]
         self._begin(parameter, -_SMALL / 8)
-        _, states = self._twin.run(shared.of_group(index), [[parameter]], {parameter: copied(self.states[index])})
-        return parameter.detach().clone(), states.get(parameter, {})
+        _, states = self._twin.run_alone(shared, (index, LAST), parameter, copied(self.states[index]))
+        return parameter.detach().clone(), states
 
     def _begin(self, parameter: nn.Parameter, size: float | None) -> None:
         """The value of before the step, and a gradient."""

@@ -20,7 +20,7 @@ from torch import distributed
 from offload.errors import RankError
 from offload.ranks.heartbeat import Heartbeat
 from offload.ranks.launch import start_name
-from offload.ranks.torch_distributed import groups_by_members, own_store
+from offload.ranks.torch_distributed import destroy_group, groups_by_members, own_store
 
 _PATIENCE = timedelta(days=7)
 """A collective may wait this long: a rank that is gone is noticed by its silence (``offload.ranks.heartbeat``), and one
@@ -62,6 +62,14 @@ class Group:
             self.is_broken = True
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))  # its destructor would wait for what is under way
 
+    def destroy(self) -> None:
+        """End the group, which no world has from now on. No collective may be under way in it."""
+        self.is_taken = False
+        made = self._made()
+        if made is not None and not self.is_broken:
+            self.is_broken = True
+            destroy_group(made)
+
 
 class _NoGroup(Group):
     """The group of a single rank."""
@@ -78,6 +86,9 @@ class _NoGroup(Group):
         return None
 
     def release(self, *, broken: bool = False) -> None:
+        pass
+
+    def destroy(self) -> None:
         pass
 
 

@@ -64,6 +64,10 @@ class Waiting:
         return Place("the making of the engine", 0.0)
 
 
+_QUIET_S = 0.5
+"""A collective that a failure has left may take so long to end."""
+
+
 class Heartbeat:
     """A thread that counts, looks, and tells ``failure``. ``timeout_s``: a rank that is silent for so long is gone.
 
@@ -88,6 +92,8 @@ class Heartbeat:
         """Of another rank: what it had counted to, and since when."""
         self._wake = threading.Event()
         self._stopping = False
+        self._work: Any = None
+        """The collective that is waited for, or that a failure has left."""
         self._lost: BaseException | None = None
         self._lost_at = 0.0
         self._beat_at = self._checked_at = self._looked_at = time.monotonic()
@@ -111,6 +117,7 @@ class Heartbeat:
 
     def wait_for(self, work: Any) -> None:
         """Wait for a collective, as long as no rank has failed: the interpreter cannot end a thread that is inside."""
+        self._work = work
         while not work.is_completed():
             with contextlib.suppress(RuntimeError):  # not in this slice of time; what else it may be is raised below
                 work.wait(_SLICE)
@@ -119,6 +126,15 @@ class Heartbeat:
             work.wait()
         except RuntimeError as error:
             self.blame(error)
+        self._work = None
+
+    def is_quiet(self) -> bool:
+        """The collective that was waited for last is over: it ends, too, when another rank's connections do."""
+        deadline = time.monotonic() + _QUIET_S
+        while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        is_over, self._work = self._work is None or bool(self._work.is_completed()), None
+        return is_over
 
     def wait_for_call(self, call: Callable[[], T], what: str) -> T:
         """The result of ``call``, which waits for all ranks to come to the same without looking whether one is gone; it
@@ -281,6 +297,9 @@ class NoHeartbeat(Heartbeat):
 
     def wait_for(self, work: Any) -> None:
         work.wait()
+
+    def is_quiet(self) -> bool:
+        return True
 
     def wait_for_call(self, call: Callable[[], T], what: str) -> T:
         return call()

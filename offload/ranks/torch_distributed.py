@@ -51,6 +51,24 @@ def groups_by_members() -> Iterator[None]:
         everyone.bound_device_id = bound
 
 
+class _Former:
+    """Holds the place of a group that is destroyed: names follow from how many groups there are, and one of its name
+    would find in the common store what it has left."""
+
+    def shutdown(self) -> None:
+        """The program destroys all groups."""
+
+
+def destroy_group(group: Any) -> None:
+    """End the threads and connections of a group in which no collective is under way."""
+    from torch.distributed import distributed_c10d
+
+    names = found(distributed_c10d, "_world").pg_names
+    name = names[group]
+    torch.distributed.destroy_process_group(group)
+    names[_Former()] = name
+
+
 def abort_group(group: Any) -> None:
     """End the transfers of an nccl group that wait for a peer which is gone: they return as if they were done."""
     from torch.distributed import distributed_c10d

@@ -114,6 +114,14 @@ class World:
         for held in (self.held, self.shards.held, self.replicas.held):
             held.release(broken=self.heartbeat.failure.is_known)
 
+    def refuse(self, error: BaseException) -> None:
+        """The same, of a world that no engine has come of: its groups are gone, if nothing is under way there."""
+        self.heartbeat.leave(error)
+        if self.heartbeat.is_quiet():
+            for held in {self.held, self.shards.held, self.replicas.held}:
+                held.destroy()
+        self.leave(error)
+
 
 def find_world(mesh: Any | None, timeout_s: float) -> World:
     """The ranks of ``mesh``, else of the whole program: where ``torch.distributed`` is initialised, or a launcher has

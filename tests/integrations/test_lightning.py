@@ -1,3 +1,4 @@
+import copy
 import gc
 import re
 import runpy
@@ -523,3 +524,21 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
     assert names["trainer"].global_step == 40
     assert Path(names["trainer"].checkpoint_callback.best_model_path, "engine").is_dir()
     names["trainer"].strategy.close()
+
+
+def test_a_module_keeps_its_engine_whichever_trainer_runs_it_and_its_copy_has_none(tmp_path, strategy):
+    own, trainer = fit(PL, tmp_path, strategy())
+    engine = trainer.strategy.engine
+    trainer.validate(module_over(PL), loader(2, 5), verbose=False)
+    assert trainer.strategy.engine is not engine
+    copied = copy.deepcopy(own)
+    (expected,) = trainer_over(PL, tmp_path, "auto").validate(copied, loader(2, 5), verbose=False)
+    for other in (trainer, trainer_over(PL, tmp_path, strategy())):
+        (found,) = other.validate(own, loader(2, 5), verbose=False)
+        assert found == expected
+        assert other.strategy.engine is engine
+    with pytest.raises(ConfigError, match="give both trainers one precision"):
+        trainer_over(PL, tmp_path, strategy(), precision="bf16-true").validate(own, loader(2, 5), verbose=False)
+    fit(PL, tmp_path, "auto", module=copied)
+    fit(PL, tmp_path, strategy(), module=own)
+    assert len(own.losses) == 16

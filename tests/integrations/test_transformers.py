@@ -8,6 +8,7 @@ import re
 import runpy
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,23 @@ def test_losses_and_norms_are_those_of_the_trainer_in_memory(tmp_path: Path, off
     assert trainer.evaluate()["eval_loss"] == pytest.approx(other.evaluate()["eval_loss"], rel=1e-3)
     assert torch.allclose(bits(trainer.model), bits(other.model), atol=1e-2 if "bf16" in changes else 1e-3)
     assert trainer.engine.plan.nvme_bytes["states"] > 0
+
+
+def test_states_in_8_bits_with_those_of_embeddings_in_32_are_bitsandbytes(tmp_path: Path, offloaded):
+    manager = pytest.importorskip("bitsandbytes.optim").GlobalOptimManager.get_instance()
+    changes, found = {"max_steps": 4, "optim": "adamw_bnb_8bit", "optim_args": "min_8bit_size=64"}, []
+    for make in (plain, partial(offloaded, offload={"nvme_path": tmp_path, "host_memory": "3MiB"})):
+        manager.initialize()
+        trainer = make(long_llama(), tmp_path / "run", **changes)
+        trainer.train()
+        states = trainer.optimizer.state
+        dtypes = {name: states[p]["state1"].dtype for name, p in trainer.model.named_parameters()}
+        found.append((losses(trainer), bits(trainer.model).tolist(), dtypes))
+    manager.initialize()
+    assert found[0][2] == found[1][2] and set(found[0][2].values()) == {torch.float32, torch.uint8}
+    assert found[0][2]["model.embed_tokens.weight"] == torch.float32
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-4)
 
 
 def test_groups_and_settings_are_those_of_the_arguments(tmp_path: Path, offloaded):

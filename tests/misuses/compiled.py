@@ -3,12 +3,14 @@ with activations over the tiers. Plain PyTorch compiles the same blocks."""
 
 from __future__ import annotations
 
+import torch
 import torch._dynamo
 
 from misuses.case import Family
 from misuses.composed import HABITS, Habit, play
-from misuses.joints import program
+from misuses.joints import batch, program, stepped
 from misuses.kinds_of_blocks import KINDS, NOT_SAVED
+from misuses.place import values
 
 family = Family("compiled")
 
@@ -59,3 +61,43 @@ def add(number, kind, habit):
 kinds, habits = [*KINDS][::2], [*HABITS]
 for number in range(10):
     add(number, kinds[number % len(kinds)], habits[number * 7 % len(habits)])
+
+
+# Functions of the loop, compiled.
+
+
+@program(family, "a compiled function halves gradients", ("plain", "recomputed", "over the tiers"), seconds=180.0)
+def compiled_halving(run):
+    torch._dynamo.reset()
+    engine = run.engine()
+
+    @torch.compile(backend="aot_eager")
+    def halve(parameters):
+        for parameter in parameters:
+            parameter.grad.mul_(0.5)
+
+    found = []
+    for index in range(2):
+        loss = engine.module(batch(index)).square().mean()
+        loss.backward()
+        halve(list(engine.module.blocks[0].parameters()))
+        found += [loss.item(), stepped(engine)]
+    return found, values(engine.module)
+
+
+@program(family, "a compiled function assigns gradients", ("plain", "recomputed"), seconds=180.0)
+def compiled_assigning(run):
+    torch._dynamo.reset()
+    engine = run.engine()
+
+    @torch.compile(backend="aot_eager")
+    def halve(parameter):
+        parameter.grad = parameter.grad * 0.5
+
+    found = []
+    for index in range(2):
+        loss = engine.module(batch(index)).square().mean()
+        loss.backward()
+        halve(engine.module.last.weight)
+        found += [loss.item(), stepped(engine)]
+    return found, values(engine.module)

@@ -504,12 +504,12 @@ def _by_table(place, given_before):
     return found, train(engine), values(engine.module)
 
 
-@family.refused("rates of some parameters in a table by their `id()`, beside the optimizer", r"id\(\).*group")
+@family.same_bits("rates of some parameters in a table by their `id()`, beside the optimizer")
 def rates_by_id(place):
     return _by_table(place, True)
 
 
-@family.refused("the same, put into the table after two steps", r"id\(\).*group")
+@family.same_bits("the same, put into the table after two steps")
 def rates_by_id_later(place):
     return _by_table(place, False)
 
@@ -524,16 +524,13 @@ def _bitsandbytes(place, override):
     return train(engine), values(engine.module)
 
 
-@family.refused(
-    "bitsandbytes' `override_config` of one weight: another rate", r"id\(\).*group", needs=("bitsandbytes",)
-)
+@family.same_bits("bitsandbytes' `override_config` of one weight: another rate", needs=("bitsandbytes",))
 def bitsandbytes_override(place):
     return _bitsandbytes(place, lambda manager, model: manager.override_config(model.head.weight, "lr", 0.1))
 
 
-@family.refused(
+@family.same_bits(
     "bitsandbytes' `register_parameters` and `override_config`: one weight's states have 32 bits",
-    r"id\(\).*group",
     needs=("bitsandbytes",),
 )
 def bitsandbytes_registered(place):
@@ -549,15 +546,48 @@ def bitsandbytes_in_8_bits(place):
     return _bitsandbytes(place, lambda manager, model: None)
 
 
-@family.refused(
+@family.same_bits(
     "bitsandbytes' `register_module_override`, as `transformers` calls it for embeddings: their states have 32 bits",
-    "attribute 'mng'.*group.*moments_dtype",
     needs=("bitsandbytes",),
 )
 def bitsandbytes_of_modules(place):
     return _bitsandbytes(
         place, lambda manager, model: manager.register_module_override(model.embed, "weight", {"optim_bits": 32})
     )
+
+
+@family.same_bits(
+    "bitsandbytes' `register_module_override` of a bias's rate, and an override of another weight after two steps",
+    needs=("bitsandbytes",),
+)
+def bitsandbytes_of_modules_and_later(place):
+    from bitsandbytes.optim import AdamW, GlobalOptimManager
+
+    manager, model = GlobalOptimManager.get_instance(), small()
+    manager.initialize()
+    engine = place.wrap(model, optimizer=AdamW(model.parameters(), lr=0.01, optim_bits=8, min_8bit_size=1024))
+    manager.register_module_override(model.head, "weight", {"lr": 0.1})
+    found = train(engine)
+    manager.override_config(engine.module.embed.weight, "weight_decay", 0.5)
+    found += train(engine)
+    return found, values(engine.module), engine.optimizer.mng is manager, sorted(manager.index2config)
+
+
+@family.same_bits(
+    "bitsandbytes' options by place, left by another model, are this model's too: groups that begin with frozen ones",
+    needs=("bitsandbytes",),
+)
+def bitsandbytes_by_place(place):
+    from bitsandbytes.optim import GlobalOptimManager, Lion
+
+    manager, model = GlobalOptimManager.get_instance(), small()
+    manager.initialize()
+    manager.index2config |= {(0, 2): {"lr": 0.1}, (1, 1): {"optim_bits": 32, "weight_decay": 0.5}}
+    first, second, *rest = model.parameters()
+    first.requires_grad_(False)
+    groups = [{"params": [first, *rest[:3]]}, {"params": [*rest[3:], second], "weight_decay": 0.1}]
+    engine = place.wrap(model, optimizer=Lion(groups, lr=0.003, optim_bits=8, min_8bit_size=1024))
+    return train(engine), values(engine.module)
 
 
 @family.works("AdamW with moments in 8 bits, by name: what the refusal names", rtol=0.1, atol=0.1)

@@ -752,3 +752,49 @@ def fabric_load(place):
     f.load(place.folder / "c.pt", {"model": module, "optimizer": optimizer})
     go()
     return (found, values(net))
+
+
+@family.works("fitted by one trainer, validated by a second, fitted by a third; a copy in between")
+def lightning_one_module_three_trainers(place):
+    module, _ = fit(place, max_epochs=1)
+    found = trainer_in(place).validate(module, loader(8, 2), verbose=False)
+    copied = values(copy.deepcopy(module))
+    _, trainer = fit(place, module, max_epochs=1)
+    return result(module, trainer, found, copied)
+
+
+@family.works("one trainer fits a module, then another, and evaluates both")
+def lightning_one_trainer_two_modules(place):
+    first, trainer = fit(place, max_epochs=1)
+    second = _module()()
+    trainer.fit_loop.epoch_progress.reset()
+    trainer.fit(second, loader())
+    found = [trainer.validate(module, loader(8, 2), verbose=False) for module in (first, second, first)]
+    return result(second, trainer, found, values(first))
+
+
+@family.works(
+    "persistent metrics of `torchmetrics` in the module, resumed in the middle of an epoch", needs=("torchmetrics",)
+)
+def lightning_resumes_metrics(place):
+    import lightning.pytorch as pl
+    import torchmetrics
+
+    def run(checkpoint=None):
+        module = _module()()
+        module.error, module.kept = torchmetrics.MeanAbsoluteError(), torchmetrics.CatMetric()
+        module.error.persistent(True)
+        module.kept.persistent(True)
+
+        def training_step(batch, batch_idx):
+            output = module(batch[0])
+            module.error.update(output, batch[1])
+            module.kept.update(output.detach())
+            return F.mse_loss(output, batch[1])
+
+        module.training_step = training_step
+        saving = pl.callbacks.ModelCheckpoint(place.folder / "ck", "{step}", every_n_train_steps=4, save_top_k=-1)
+        fit(place, module, ckpt=checkpoint, enable_checkpointing=True, callbacks=[saving])
+        return values(module), module.error.compute(), module.kept.compute()
+
+    return run(), run(place.folder / "ck" / "step=4.ckpt")

@@ -283,6 +283,43 @@ def test_all_of_a_state_dict_survives(tmp_path: Path, precision: str):
         assert_same_model(engine.module, final)
 
 
+class Tally(nn.Module):
+    """A sum in an attribute, which it puts into its state dict by itself, as metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.seen = torch.zeros(()), [torch.zeros(1)]
+        self.register_buffer("count", torch.zeros(()))
+
+    def state_dict(self, *args: Any, prefix: str = "", **options: Any) -> dict[str, Any]:
+        found = super().state_dict(*args, prefix=prefix, **options)
+        return found.update({prefix + "total": self.total, prefix + "seen": list(self.seen)}) or found
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.total, self.seen = state.pop(prefix + "total"), state.pop(prefix + "seen")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Tallied(Tiny):
+    def __init__(self) -> None:
+        super().__init__(width=32, num_blocks=2)
+        self.tallies = nn.ModuleList([Tally(), Tally()])
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "dcp"])
+def test_what_a_module_puts_into_a_state_dict_by_itself_survives(tmp_path: Path, way: str):
+    with OffloadEngine(Tallied(), lr=1e-3) as engine:
+        tally = engine.module.tallies[1]
+        tally.total, tally.seen = torch.tensor(7.0), [torch.ones(2), torch.ones(3)]
+        tally.count.add_(5)
+        getattr(engine, f"save_{way}")(tmp_path / "saved")
+    with OffloadEngine(Tallied(), lr=1e-3) as engine:
+        getattr(engine, f"load_{way}")(tmp_path / "saved")
+        first, second = engine.module.tallies
+        assert (second.total.item(), second.count.item(), [len(item) for item in second.seen]) == (7.0, 5.0, [2, 3])
+        assert (first.total.item(), first.count.item(), len(first.seen)) == (0.0, 0.0, 1)
+
+
 @pytest.mark.parametrize("has_extra_state", [False, True])
 def test_the_last_commit_comes_when_the_model_is_gone(tmp_path: Path, has_extra_state: bool):
     def make(seed: int) -> nn.Module:  # of which nothing but the engine's hooks holds what is inside

@@ -117,6 +117,58 @@ def test_shards_that_cannot_take_the_place_of_others_leave_those(call: str, tmp_
         assert names(tmp_path) == before
 
 
+@pytest.mark.parametrize("durable", [1, 2])
+@pytest.mark.parametrize("where", ["create", "sync_file"])
+def test_a_commit_without_room_is_one_error_and_the_next_step_commits_all(where, durable, tmp_path, monkeypatch):
+    def taken(engine: OffloadEngine) -> None:
+        engine.backward(engine(torch.ones(1, 64) * (engine.global_step + 1)).square().sum())
+        engine.step()
+
+    options = {"lr": 1e-2, "nvme_path": tmp_path, "durable": durable}
+    with OffloadEngine(make_model(), lr=1e-2) as engine:
+        for _ in range(8):
+            taken(engine)
+        expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    with OffloadEngine(make_model(), **options) as engine:
+        for _ in range(4):
+            taken(engine)
+        committer = engine._session.checkpoints.generations.committer
+        engine(torch.ones(1, 64))
+        committer.wait()
+        before = committer.store.generation
+        with monkeypatch.context() as patch:
+            patch.setattr("swapper.directory.RealDirectory." + where, no_room)
+            with pytest.raises(
+                StorageFull, match=rf"(?s)not be committed: manifest .*Generation {before}, .*step\(\) again"
+            ):
+                for _ in range(3):
+                    taken(engine)
+            assert committer.store.generation == before
+        assert 4 < engine.global_step < 7
+        engine.step()
+        while engine.global_step < 7:
+            taken(engine)
+    with OffloadEngine(make_model(), **options) as engine:
+        engine.load_checkpoint()
+        assert engine.global_step == 7
+        taken(engine)
+        assert all(engine.module.state_dict()[name].equal(value) for name, value in expected.items())
+
+
+def test_a_run_that_ends_after_a_commit_without_room_says_so(tmp_path: Path, monkeypatch):
+    engine = OffloadEngine(make_model(), lr=1e-2, nvme_path=tmp_path, durable=1)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 64)).sum())
+        engine.step()
+    committer = engine._session.checkpoints.generations.committer
+    with monkeypatch.context() as patch:
+        patch.setattr("swapper.directory.RealDirectory.create", no_room)
+        engine(torch.ones(1, 64))
+        committer.wait()
+    with pytest.raises(StorageFull, match=r"Generation 1, the last .*resume from it"):
+        engine.close()
+
+
 def test_frozen_weights_that_had_no_room_are_in_the_next_checkpoint(tmp_path: Path, monkeypatch):
     with OffloadEngine(make_model(), lr=1e-2, nvme_path=tmp_path, durable=1) as engine:
         engine.backward(engine(torch.ones(1, 64)).sum())

@@ -50,7 +50,10 @@ def optimizer_of(pieces: Sequence[Callable]) -> FromPieces:
 
 
 def tried(optimizer: torch.optim.Optimizer) -> None:
-    groups = [[Kind(p.shape, {}, optimizer.state.get(p, {})) for p in g["params"]] for g in optimizer.param_groups]
+    groups = [
+        [Kind(p.shape, {}, optimizer.state.get(p, {}), index) for index, p in enumerate(group["params"])]
+        for group in optimizer.param_groups
+    ]
     of_model = [p for g in optimizer.param_groups for p in g["params"]]
     try_alone(Twin(optimizer), SharedState.of(optimizer), groups, of_model)
 
@@ -761,6 +764,81 @@ def test_settings_that_a_program_changes_while_a_step_is_carried_out_stay_change
     finally:
         _Waits.go_on.set()
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+class _Beside:
+    """Rates of single parameters, beside an optimizer: by id(), by place, and by a module and a name."""
+
+    def __init__(self) -> None:
+        self.by_id, self.by_place, self.of_modules = {}, {}, []
+
+
+class RatesBeside(torch.optim.SGD):
+    def __init__(self, params, beside, **options):
+        super().__init__(params, **options)
+        self.beside, self.begun = beside, False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for module, name, rate in self.beside.of_modules if not self.begun else ():
+            self.beside.by_id[id(getattr(module, name))] = rate
+        self.begun = True
+        for number, group in enumerate(self.param_groups):
+            for index, p in enumerate(group["params"]):
+                rate = self.beside.by_place.get((number, index), group["lr"])
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-self.beside.by_id.get(id(p), rate))
+
+
+def beside_by_id(beside, model):
+    beside.by_id[id(model.down.bias)] = 0.3
+
+
+def beside_by_place(beside, model):
+    beside.by_place |= {(0, 2): 0.3, (1, 1): 0.2}
+
+
+def beside_by_module(beside, model):
+    beside.of_modules += [(model.norm, "bias", 0.2), (model.up, "weight", 0.3), (nn.Linear(2, 2), "bias", 9.0)]
+
+
+@pytest.mark.parametrize("tell", [beside_by_id, beside_by_place, beside_by_module])
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_rates_that_are_kept_beside_an_optimizer_are_those_of_the_parameters(tell, when):
+    found = []
+    for in_engine in (False, True):
+        torch.manual_seed(0)
+        model, beside = Net(), _Beside()
+        frozen, *rest = model.parameters()
+        frozen.requires_grad_(False)
+        if when == "before":
+            tell(beside, model)
+        optimizer = RatesBeside([{"params": [frozen, *rest[:2]]}, {"params": rest[2:], "lr": 0.02}], beside, lr=0.01)
+        with OffloadEngine(model, optimizer=optimizer) if in_engine else nullcontext():
+            weights = train(model, optimizer)
+            tell(beside, model)
+            weights = [value.clone() for value in (*weights, *train(model, optimizer))]
+        assert optimizer.beside is beside
+        names = {id(p): name for name, p in model.named_parameters()}
+        found.append((weights, {names.get(key): rate for key, rate in beside.by_id.items()}))
+    assert all(map(torch.equal, found[0][0], found[1][0])) and found[0][1] == found[1][1]
+    assert len(found[0][1]) == {beside_by_id: 1, beside_by_place: 0, beside_by_module: 3 * (when == "before")}[tell]
+
+
+def test_rates_beside_an_optimizer_are_the_programs_to_tell_again_with_a_checkpoint(tmp_path):
+    found = []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        model, beside = Net(), _Beside()
+        beside_by_module(beside, model)
+        with OffloadEngine(model, optimizer=RatesBeside(model.parameters(), beside, lr=0.01)) as engine:
+            if resumes:
+                engine.load_checkpoint(tmp_path)
+            else:
+                train(model, engine.optimizer, 2)
+                engine.save_checkpoint(tmp_path)
+            found.append([value.clone() for value in train(model, engine.optimizer, 2)])
+    assert all(map(torch.equal, *found))
 
 
 class DrawsForLargeOnes(torch.optim.SGD):

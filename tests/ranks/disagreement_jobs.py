@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from ranks.programs import Program, batch, loss_of, raised
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from offload import OffloadEngine
 
@@ -149,3 +150,22 @@ def other_step(rank: int, size: int, name: str, folder: Path) -> str:
                 engine.step()
 
     return raised(loop)
+
+
+def refused_and_made_again(rank: int, size: int, own: dict[str, Any]) -> tuple[list[str], list[int], list[int], float]:
+    """What is said of options that the last rank alone has; after each time, the groups that torch has and the threads
+    of gloo in this process; and the loss of an engine that is made then."""
+    said: list[str] = []
+    groups: list[int] = []
+    threads: list[int] = []
+    for _ in range(4):
+        options = {"precision": "fp32", "rank_timeout": 10, **(own if rank == size - 1 else {})}
+        said.append(raised(lambda options=options: OffloadEngine(model(), **options)))
+        groups.append(len(distributed_c10d._world.pg_map))
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        threads.append(sum("gloo" in name for name in names))
+    with OffloadEngine(model(), precision="fp32", rank_timeout=10) as engine:
+        loss = engine(torch.ones(4, 8)).square().mean()
+        engine.backward(loss)
+        engine.step()
+    return said, groups, threads, float(loss)

@@ -66,3 +66,11 @@ def test_other_options_or_models_are_one_error_before_anything_is_taken_over(two
 def test_another_step_is_one_error_before_it_is_taken(two: Pool, tmp_path: Path, name: str):
     first, second = two(jobs.other_step, name, tmp_path)
     assert first == second and first.startswith("RankError: ") and jobs.STEPS[name].said in first
+
+
+@pytest.mark.parametrize("own", [{"lr": 0.5}, {"host_memory": 1}], ids=str)
+def test_an_engine_that_is_refused_leaves_no_group_and_another_one_is_made(two: Pool, own: dict[str, Any]):
+    for said, groups, threads, loss in two(jobs.refused_and_made_again, own):
+        assert len(said) == 4 and all("Error: " in each for each in said)
+        assert len(set(groups)) == len(set(threads)) == 1
+        assert loss > 0

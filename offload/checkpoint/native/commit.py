@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.records import EngineRecords, Record
@@ -29,7 +30,10 @@ from offload.ranks.ranks import Ranks
 from offload.tiers.store import EngineStore, RecordExtents
 from offload.units import UnitSpec
 from offload.waiting import Job, Worker
-from swapper import DurableStore, Extent, OffloadError, Ticket, waiting
+from swapper import DurableStore, Extent, OffloadError, StorageFull, Ticket, waiting
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 _log = logging.getLogger("offload")
 
@@ -93,6 +97,8 @@ class Committer:
         self.failure = records.access.failure
         self._worker = Worker("offload-commit")
         self._job: Job | None = None
+        self._missed: StorageFull | None = None
+        """Why the last commit has come to nothing. The worker sets it; who has waited for the commit takes it."""
         self._frozen_done: set[UnitSpec] = set()
         """Units whose frozen weights in memory are in the store as they are."""
 
@@ -126,8 +132,9 @@ class Committer:
         return generation
 
     def begin_commit(self, describe: Callable[[Sequence[LoggedUpdate]], bytes]) -> None:
-        """Commit what a step leaves, behind the training. An error is the engine's failure. ``describe`` is given the
-        logged updates, and gives the metadata."""
+        """Commit what a step leaves, behind the training. An error is the engine's failure, or, if there is no room and
+        nothing has changed, what ``raise_missed`` raises. ``describe`` is given the logged updates, and gives the
+        metadata."""
         self.wait()
         logging = self.log.next()
         metadata = describe(logging.updates)
@@ -137,7 +144,10 @@ class Committer:
                 self._log(logging)
                 self._commit(metadata, logging, gradients=False)
             except BaseException as error:
-                self.failure.record(error)
+                if self._goes_on_after(error):
+                    self._missed = self._as_missed(error)
+                else:
+                    self.failure.record(error)
 
         with held_back():
             self.log.gradients.begin_reading()
@@ -154,6 +164,16 @@ class Committer:
             self._job.wait(lambda: "a commit")
         self.failure.check()
 
+    def raise_missed(self, way_out: str) -> None:
+        """Wait for the commit under way. Raise ``StorageFull``, once, if it found no room, and none has come after it:
+        the next one writes all that it lacks."""
+        with self.failure:
+            self.wait()
+        missed, self._missed = self._missed, None
+        if missed is not None:
+            missed.advice = way_out
+            raise missed
+
     def finish(self) -> None:
         """Make what all ranks have committed count. All of them call this together."""
         self.wait()
@@ -168,6 +188,17 @@ class Committer:
     def stop(self) -> None:
         """Wait for the commit under way, whatever becomes of it."""
         self._worker.finish()
+
+    def _goes_on_after(self, error: BaseException) -> TypeGuard[StorageFull]:
+        """A commit that failed by ``error`` has changed nothing, and no other rank counts on it."""
+        is_whole = not self.failure.is_known and not self.store.has_failed
+        return isinstance(error, StorageFull) and is_whole and self.publication.works_alone
+
+    def _as_missed(self, error: StorageFull) -> StorageFull:
+        return StorageFull(
+            f"a step could not be committed: {error.args[0]}",
+            survives=f"Generation {self.store.generation}, the last that was committed, is whole, as is the run.",
+        )
 
     def _log(self, logging: Logging) -> None:
         """Write the gradients of the last step that are logged: see [Note: When gradients are logged]."""
@@ -194,6 +225,7 @@ class Committer:
         generation = self.publication.publish(self.opened, metadata)
         self._frozen_done.update(self._records.units)
         self.log.committed(logging)
+        self._missed = None
         _log.debug("committed: generation %d", generation)
         return generation
 

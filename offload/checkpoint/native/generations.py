@@ -19,6 +19,7 @@ from offload.update.step import UnitUpdate
 from swapper import StorageFull
 
 _HOW = "how a checkpoint is saved"
+_GO_ON = "Make room and call step() again, which has done nothing yet: its commit has all that this one lacks."
 
 
 class NoGenerations:
@@ -32,6 +33,9 @@ class NoGenerations:
 
     def wait(self) -> None:
         """Return when no commit is under way, and the last one counts."""
+
+    def raise_missed(self) -> None:
+        """Raise ``StorageFull``, once, if the last commit found no room."""
 
     def agree(self) -> None:
         """All ranks are about to change something: make the last commit count."""
@@ -73,6 +77,9 @@ class Generations(NoGenerations):
     def wait(self) -> None:
         self.committer.wait()
         self.agree()
+
+    def raise_missed(self) -> None:
+        self.committer.raise_missed(_GO_ON)
 
     def agree(self) -> None:
         if self._config.durable:
@@ -117,6 +124,7 @@ class Generations(NoGenerations):
             step = last() if self._config.durable else None
             if step is not None:
                 self.committer.commit(step)
+            self.committer.raise_missed("Make room, and resume from it.")
 
     def stop(self) -> None:
         with contextlib.ExitStack() as ending:
