@@ -209,7 +209,7 @@ class Aliases:
             alias.leave(tensor)
 
     def refresh(self) -> None:
-        """A step has changed the weights."""
+        """A step, or a checkpoint that was loaded, has changed the weights."""
         nbytes = 0
         for unit in list(self.of_unit):
             for parameter in list(self.of_unit[unit]):
