@@ -154,12 +154,17 @@ class Aliases:
         if self._assigned_bytes > _ASSIGNED_BYTES_MAX:
             self.take_all()
 
+    def newest(self, unit: int, parameter: Aliased) -> torch.Tensor | None:
+        """The tensor that was made one with the weight last, if somebody has its memory still."""
+        found = self._newest(unit, parameter)
+        return None if found is None else found[1]
+
     def with_address(self, unit: int, parameter: Aliased) -> torch.Tensor | None:
-        """The tensor that was made one with the weight last, and stays so as long as the parameter is over it."""
-        there = [(alias, tensor) for alias, tensor in self._there(unit, parameter) if tensor.is_contiguous()]
-        if not there:
+        """The same, and it stays so as long as the parameter is over it."""
+        found = self._newest(unit, parameter)
+        if found is None:
             return None
-        alias, tensor = there[-1]
+        alias, tensor = found
         alias.keep()
         return tensor
 
@@ -234,6 +239,10 @@ class Aliases:
     def _there(self, unit: int, parameter: Aliased) -> list[tuple[Alias, torch.Tensor]]:
         of_parameter = self.of_unit.get(unit, {}).get(parameter, ())
         return [(alias, tensor) for alias in of_parameter if (tensor := alias.tensor()) is not None]
+
+    def _newest(self, unit: int, parameter: Aliased) -> tuple[Alias, torch.Tensor] | None:
+        there = [each for each in self._there(unit, parameter) if each[1].is_contiguous()]
+        return there[-1] if there else None
 
     def _forget(self, unit: int, parameter: Aliased, alias: Alias) -> None:
         of_unit = self.of_unit[unit]

@@ -87,6 +87,10 @@ class ParameterBacking:
         if not layout.formats.master or not torch.equal(tensor_at(address, spec.numel, layout.dtype), own):
             self._write(elements, own)
 
+    def newest_alias(self) -> torch.Tensor | None:
+        """Memory that is the same as the value already, if somebody has some."""
+        return self._aliases.newest(self._unit.index, self)
+
     def follow(self, alias: Alias) -> bool:
         """The value was taken from there, and the two are to be the same from now on. False where they cannot be."""
         fits = alias.fits(self._access.layout.dtype, self._access.device)

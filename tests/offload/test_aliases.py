@@ -337,3 +337,14 @@ def test_a_checkpoint_that_is_loaded_reaches_memory_that_a_parameter_had(tmp_pat
         assert not torch.equal(had, before[0]) and list(array) != before[1]
         engine.load_checkpoint(tmp_path / "saved")
         assert torch.equal(had, before[0]) and list(array) == before[1]
+
+
+@pytest.mark.filterwarnings("ignore:tensors outside of the engine")
+def test_tensors_that_are_given_a_parameters_memory_share_it_with_each_other() -> None:
+    model = nn.Linear(8, 8)
+    with OffloadEngine(model, precision="fp32"):
+        one, another = torch.empty(0), torch.empty(0)
+        one.data, another.data = model.weight.data, model.weight.data
+        one[0, 0] = 5.0
+        assert another[0, 0] == model.weight[0, 0] == 5.0
+        assert one.data_ptr() == another.data_ptr() == model.weight.data_ptr()
