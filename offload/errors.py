@@ -30,6 +30,18 @@ class BudgetError(ConfigError):
         self.budget = budget
 
 
+OTHER_OPTIMIZERS = (
+    "If that cannot be changed, take one that makes of a parameter what follows from it and its gradient alone: "
+    'optimizer="adamw", "lion", "sgd", "adagrad", "muon" or "lamb", or most others (docs/optimizers.md lists which)'
+)
+"""The way that there is beside all optimizers that cannot run so."""
+
+
+def cannot_run_alone(name: str, why: str) -> str:
+    """Message for an optimizer of this name that needs several parameters at once."""
+    return f"optimizer {name} cannot run one parameter at a time: {why.removesuffix('.')}. {OTHER_OPTIMIZERS}"
+
+
 class WeightsError(ConfigError):
     """A file with weights that is not there, is damaged, or does not fit the model."""
 

@@ -179,6 +179,7 @@ class Session:
         """See ``OffloadEngine.load_checkpoint``."""
         self._end_uses()
         client_state = self.checkpoints.load(path, tag)
+        self.parts.aliases.refresh()
         self.parts.reporter.last = None
         return client_state
 
@@ -186,6 +187,7 @@ class Session:
         """See ``OffloadEngine.load_dcp``."""
         self._end_uses()
         self.checkpoints.load_dcp(path, states=states)
+        self.parts.aliases.refresh()
         self.parts.reporter.last = None
 
     def _end_uses(self) -> None:

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from aio_ext.latch import Latch, Lock
-from offload.errors import ConfigError, RankError, WaitTimeout
+from offload.errors import ConfigError, RankError, WaitTimeout, cannot_run_alone
 from offload.interrupts import held_back
 from swapper import OffloadError, StorageError
 
@@ -155,10 +155,8 @@ def make_updates() -> None:
 def refuse_within_step() -> None:
     """Raise ``ConfigError`` if this thread takes the step of a user's optimizer."""
     if of_thread.stepping:
-        raise ConfigError(
-            f"optimizer {of_thread.stepping} cannot run one parameter at a time: its step looks at a parameter of the "
-            "model beside the one that it is given"
-        )
+        why = "its step looks at a parameter of the model beside the one that it is given"
+        raise ConfigError(cannot_run_alone(of_thread.stepping, why))
 
 
 def refuse_finalizer(lock: Lock | None = None) -> None:

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from offload import BudgetError, ConfigError, OffloadEngine
+from offload.errors import OTHER_OPTIMIZERS
 
 STEPS = 6
 ROUNDING = 1e-4
@@ -143,6 +144,7 @@ def judge(candidate: Candidate, path: Path) -> tuple[str, str]:
 
 def said(error: Exception) -> str:
     text = " ".join(str(error).split())
+    text = text.removesuffix(f". {OTHER_OPTIMIZERS}")  # the page says it once
     return text.replace("|", "\\|")
 
 

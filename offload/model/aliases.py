@@ -5,7 +5,8 @@ In PyTorch it is the parameter's memory. Here the weight rests in the engine, an
 written to an alias reaches the weight before the next use of its unit, the next look at it and the next step; a step
 brings to the alias what the weight has become. The engine has a part in the memory, so that what is written last is
 not lost with it: who writes may let go. It gives that up when it next looks, if nobody else has one. Who looks at
-foreign memory (see ``foreign_memory``) is not known: that stays as long as the parameter is over it.
+foreign memory (see ``foreign_memory``), or by an address (``parameter.data_ptr()``), is not known: that stays as long
+as the parameter is over it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Part:
 
 
 class _ForeignPart(_Part):
-    """The same in foreign memory, where who looks at it is not known."""
+    """The same where who looks at the memory is not known: it is foreign, or somebody has its address."""
 
     def is_alone(self) -> bool:
         return False
@@ -97,6 +98,12 @@ class Alias:
         storage = storage_of(self._storage)
         assert storage is not None
         self._part = parts.get(storage._cdata) or parts.setdefault(storage._cdata, _Part(storage))
+
+    def keep(self) -> None:
+        """Somebody has its address: who looks at the memory is not known from now on."""
+        storage = storage_of(self._storage)
+        assert storage is not None
+        self._part = _ForeignPart(storage)
 
     def is_alone(self) -> bool:
         """Nobody else has the memory."""
@@ -147,6 +154,20 @@ class Aliases:
         if self._assigned_bytes > _ASSIGNED_BYTES_MAX:
             self.take_all()
 
+    def newest(self, unit: int, parameter: Aliased) -> torch.Tensor | None:
+        """The tensor that was made one with the weight last, if somebody has its memory still."""
+        found = self._newest(unit, parameter)
+        return None if found is None else found[1]
+
+    def with_address(self, unit: int, parameter: Aliased) -> torch.Tensor | None:
+        """The same, and it stays so as long as the parameter is over it."""
+        found = self._newest(unit, parameter)
+        if found is None:
+            return None
+        alias, tensor = found
+        alias.keep()
+        return tensor
+
     def take_all(self) -> None:
         """Bring what was written to any alias to the weights."""
         for unit in list(self.of_unit):
@@ -193,7 +214,7 @@ class Aliases:
             alias.leave(tensor)
 
     def refresh(self) -> None:
-        """A step has changed the weights."""
+        """A step, or a checkpoint that was loaded, has changed the weights."""
         nbytes = 0
         for unit in list(self.of_unit):
             for parameter in list(self.of_unit[unit]):
@@ -211,12 +232,17 @@ class Aliases:
                 "buffer, .data, an array, a state dict). They stay the same as the parameters, as in PyTorch, and each "
                 f"step waits for its update and copies {readable_bytes(nbytes)} to them. Let go of them, or take "
                 "clones, if you do not need that. Who looks at memory that torch has not made (an array's, shared "
-                "memory) is not known: give parameters clones of it, parameter.data = parameter.data.clone()."
+                "memory), or by an address (data_ptr(), save_file of safetensors), is not known: give parameters "
+                "clones of it, parameter.data = parameter.data.clone()."
             )
 
     def _there(self, unit: int, parameter: Aliased) -> list[tuple[Alias, torch.Tensor]]:
         of_parameter = self.of_unit.get(unit, {}).get(parameter, ())
         return [(alias, tensor) for alias in of_parameter if (tensor := alias.tensor()) is not None]
+
+    def _newest(self, unit: int, parameter: Aliased) -> tuple[Alias, torch.Tensor] | None:
+        there = [each for each in self._there(unit, parameter) if each[1].is_contiguous()]
+        return there[-1] if there else None
 
     def _forget(self, unit: int, parameter: Aliased, alias: Alias) -> None:
         of_unit = self.of_unit[unit]

@@ -13,7 +13,7 @@ from torch import nn
 from offload.access import ExternalAccess
 from offload.elements import Elements, source_of
 from offload.interrupts import undisturbed
-from offload.memory import tensor_at
+from offload.memory import available_bytes, tensor_at
 from offload.model.aliases import Alias, Aliases
 from offload.model.distributed_handle import DistributedGradientHandle
 from offload.model.gradient_backing import PiecewiseGradientBacking, PlainGradientBacking
@@ -87,12 +87,36 @@ class ParameterBacking:
         if not layout.formats.master or not torch.equal(tensor_at(address, spec.numel, layout.dtype), own):
             self._write(elements, own)
 
+    def newest_alias(self) -> torch.Tensor | None:
+        """Memory that is the same as the value already, if somebody has some."""
+        return self._aliases.newest(self._unit.index, self)
+
     def follow(self, alias: Alias) -> bool:
         """The value was taken from there, and the two are to be the same from now on. False where they cannot be."""
         fits = alias.fits(self._access.layout.dtype, self._access.device)
         if fits:
             self._aliases.follow(self._unit.index, self, alias)
         return fits
+
+    def with_address(self) -> torch.Tensor | None:
+        """The value in memory that stays the same as it, whoever looks there. None where the two cannot be."""
+        known = self.known_with_address()
+        if known is None and self.can_have_address():
+            value = self.read()
+            self.follow(Alias(value))
+            known = self.known_with_address()
+        return known
+
+    def known_with_address(self) -> torch.Tensor | None:
+        """The same, if there is such memory."""
+        return self._aliases.with_address(self._unit.index, self)
+
+    def can_have_address(self) -> bool:
+        """It is an ordinary tensor with which the CPU computes, all of it is in this process, and there is room."""
+        spec, access = self._spec, self._access
+        is_plain = spec.outer is None and spec.packing is None
+        is_here = access.device.type == "cpu" and access.ranks.size == 1
+        return is_plain and is_here and available_bytes() > 2 * spec.numel * access.layout.dtype.itemsize
 
     @undisturbed
     def point_to(self, memory: Alias | None, value: torch.Tensor) -> None:
@@ -289,6 +313,20 @@ class PiecewiseBacking:
         for piece, part in zip(self._pieces, self.whole.split(value), strict=True):
             piece.point_to(None if memory is None else Alias(part), part)
 
+    def with_address(self) -> torch.Tensor | None:
+        """As of ``ParameterBacking``: the pieces lie one behind the other."""
+        parts = [piece.known_with_address() for piece in self._pieces]
+        if not _are_one(parts):
+            if not all(piece.can_have_address() for piece in self._pieces):
+                return None
+            value = self.read()
+            for piece, part in zip(self._pieces, self.whole.split(value), strict=True):
+                piece.follow(Alias(part))
+            parts = [piece.known_with_address() for piece in self._pieces]
+        first = parts[0]
+        assert first is not None
+        return first.as_strided(self.whole.shape, torch.empty(self.whole.shape, device="meta").stride())
+
     def complete_gradient(self) -> bool:
         """A gradient of some pieces is one of the whole: it is zeros for the others, such as experts that no token was
         sent to. Gradients on their way do not count. Returns whether there were others."""
@@ -311,3 +349,10 @@ class PiecewiseBacking:
     def _gradient_backing(self) -> PiecewiseGradientBacking | None:
         parts = [part for piece in self._pieces if (part := piece.gradient_backing()) is not None]
         return PiecewiseGradientBacking(self.whole, parts) if len(parts) == len(self._pieces) else None
+
+
+def _are_one(parts: Sequence[torch.Tensor | None]) -> bool:
+    """Each begins where the one before ends."""
+    there = [part for part in parts if part is not None]
+    ends = [part.data_ptr() + part.nbytes for part in there]
+    return len(there) == len(parts) and all(end == part.data_ptr() for end, part in zip(ends, there[1:], strict=False))

@@ -42,6 +42,9 @@ class PlainGradientBacking:
         """The gradient can be read: no step has used it, or it is stored in memory."""
         return self._own is not None or self._access.gradients.is_kept(self._unit, self.spec)
 
+    def with_address(self) -> None:
+        """It has none, as long as it is the engine's."""
+
     @undisturbed
     def take_out(self) -> None:
         """Take the gradient into memory of its own, if there is room: another one will be stored in its place."""
@@ -166,6 +169,9 @@ class PiecewiseGradientBacking:
     @property
     def is_kept(self) -> bool:
         return all(piece.is_kept for piece in self._pieces)
+
+    def with_address(self) -> None:
+        """As of ``PlainGradientBacking``."""
 
     def own_tensor(self) -> torch.Tensor:
         """A copy: pieces have gradients of their own."""

@@ -8,6 +8,7 @@ ordinary parameters instead, so nothing there pays for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -230,6 +231,18 @@ class Handle(torch.Tensor):
         vars(self)["_is_param"] = value
         forget_onlooker(self, self._backing)
 
+    @property
+    def _fsdp_flattened(self) -> bool:
+        return False
+
+    @_fsdp_flattened.setter
+    def _fsdp_flattened(self, value: bool) -> None:
+        """FSDP has copied it into a parameter of its own, which the model is to compute with from now on."""
+        raise ConfigError(
+            f"FullyShardedDataParallel takes over parameter {self._backing.name}, which an engine holds: the engine "
+            "shards a model by itself in each process that torchrun starts. Give it the model without FSDP."
+        )
+
     # What the ordinary parameters in its place must take over.
 
     @property
@@ -323,12 +336,21 @@ class Handle(torch.Tensor):
         return format(self.ordinary(), spec)
 
     def data_ptr(self) -> int:
-        raise self._no_address()
+        return self._with_address().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         if is_traced():  # the compiler describes the gradients of the parameters that a graph takes
             return self._meta.untyped_storage()
-        raise self._no_address()
+        storage = self._with_address().untyped_storage()
+        storage.resize_ = partial(_refuse_resizing, self._backing.name)  # type: ignore[assignment]
+        return storage
+
+    def _with_address(self) -> torch.Tensor:
+        """The value in memory that stays the same as it (see ``aliases``)."""
+        found: torch.Tensor | None = None if is_traced() else self._backing.with_address()
+        if found is None:
+            raise self._no_address()
+        return found
 
     def share_memory_(self) -> Any:
         raise self._no_address()
@@ -422,6 +444,13 @@ def make_handle(
 def value_of(item: Any) -> Any:
     """An ordinary tensor for a handle; everything else as it is."""
     return item.value() if isinstance(item, Handle) else item
+
+
+def _refuse_resizing(name: str, nbytes: int) -> None:
+    raise OffloadError(
+        f"parameter {name} is stored in the engine, and what is at its address is the same as there: it cannot be "
+        "resized. Resize a copy: parameter.detach().clone()"
+    )
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:

@@ -28,6 +28,9 @@ class Backing(Protocol):
 
     def write(self, value: torch.Tensor) -> None: ...
 
+    def with_address(self) -> torch.Tensor | None:
+        """The value in memory that stays the same as it, whoever looks there; None where there can be none."""
+
 
 class BackingOfParameter(Backing, Protocol):
     """The same of a parameter. ``gradient`` is what ``parameter.grad`` gives and takes; one that is not ``trainable``
@@ -64,6 +67,10 @@ class View:
         self._of(whole).copy_(value)
         self.base.write(whole)
 
+    def with_address(self) -> torch.Tensor | None:
+        whole = self.base.with_address()
+        return None if whole is None else self._of(whole)
+
 
 class Memory:
     """Backing of a handle that looks at a tensor of the user's own now."""
@@ -79,6 +86,9 @@ class Memory:
 
     def write(self, value: torch.Tensor) -> None:
         self._value.copy_(value)
+
+    def with_address(self) -> torch.Tensor:
+        return self._value
 
 
 def check_value(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:

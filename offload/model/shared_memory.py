@@ -1,8 +1,8 @@
 """``tensor.data = parameter.data``: an ordinary tensor gets the memory of a parameter that rests in the engine.
 
 A handle has no memory, and torch asks it for nothing else: the tensor would look at address 0. So the assignment itself
-is watched, while there are handles. The tensor gets a copy, which is an alias of the parameter from then on: see
-``aliases``.
+is watched, while there are handles. The tensor gets the memory of an alias of the parameter (see ``aliases``), which
+a copy is from then on.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ def _memory_of(handle: Handle) -> torch.Tensor:
     backing = handle.backing
     if isinstance(backing, ParameterBacking):
         value = handle.value()
+        known = backing.newest_alias()
+        if known is not None:
+            return known
         if backing.follow(Alias(value)):
             return value
     raise ConfigError(

@@ -83,6 +83,9 @@ class _StateBacking:
         else:
             self._states.write({**states, self._key: value})
 
+    def with_address(self) -> None:
+        """It has none."""
+
     def leave(self) -> None:
         self._own = Memory(self.read())
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, cannot_run_alone
 from offload.optim.acquaintance import IdOf, Owner, Place, known_as, modules_in, put_tokens
 from offload.optim.rule import Group, options_of
 
@@ -113,7 +113,9 @@ class SharedState:
         def copied(what: str, value: Any) -> Any:
             if isinstance(value, (torch.optim.Optimizer, nn.Module)):
                 kind = "optimizer" if isinstance(value, torch.optim.Optimizer) else "module"
-                raise ConfigError(cannot(name, f"it keeps another {kind}, a {type(value).__name__}, in its {what}"))
+                raise ConfigError(
+                    cannot_run_alone(name, f"it keeps another {kind}, a {type(value).__name__}, in its {what}")
+                )
             nonlocal knows
             owners = {id(module): Owner.of(module, places) for module in modules_in(value)} if places else {}
             memo.update(owners)
@@ -121,14 +123,14 @@ class SharedState:
                 made = copy.deepcopy(value, memo)
             except _HoldsParameter:
                 why = f"it keeps parameters, or states of them, in its {what}: {_WAY}"
-                raise ConfigError(cannot(name, why)) from None
+                raise ConfigError(cannot_run_alone(name, why)) from None
             except Exception as error:  # a class of the user's may raise anything
                 why = f"its {what} cannot be copied for a trial ({type(error).__name__}: {error})"
-                raise ConfigError(cannot(name, why)) from error
+                raise ConfigError(cannot_run_alone(name, why)) from error
             knows = put_tokens([made, *memo.values()], places) or bool(owners) or knows
             if memo.has_ids(made):
                 why = f"it knows parameters by their id() in its {what}: {_WAY}"
-                raise ConfigError(cannot(name, why))
+                raise ConfigError(cannot_run_alone(name, why))
             return made
 
         attributes = vars(optimizer)
@@ -211,11 +213,6 @@ class _Owner:
 
 
 _OWNER = _Owner()
-
-
-def cannot(name: str, why: str) -> str:
-    """Message for an optimizer of this name that needs several parameters at once."""
-    return f"optimizer {name} cannot run one parameter at a time: {why}"
 
 
 def same(one: Any, another: Any, relative: float = ROUNDING) -> bool:

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from offload import kernels
-from offload.errors import ConfigError, warn
+from offload.errors import ConfigError, cannot_run_alone, warn
 from offload.memory import tensor_at
 from offload.optim.acquaintance import Place
 from offload.optim.called_in import CalledIn
 from offload.optim.formats import Formats
 from offload.optim.rule import Group, SteppingParameter, TileBytes
-from offload.optim.shared_state import SharedState, cannot, is_data, same
+from offload.optim.shared_state import SharedState, is_data, same
 from offload.optim.trial import check_kinds, try_alone, without_draws
 from offload.optim.twin import LAST, SIDE, Kind, Representatives, Twin, as_when_training, without_compiling
 from offload.optim.whole_parameters import Record, Schema, WholeParameters
@@ -213,7 +213,7 @@ class TorchRule(WholeParameters):
             why = (
                 f"its {difference} came out of the step of {spec.name} otherwise than out of that of a small parameter"
             )
-            raise OffloadError(cannot(self._name, why))
+            raise OffloadError(cannot_run_alone(self._name, why))
         self._keep(spec, record, resting, found, borrowed)
         self._formats.put_master(parameter.detach().reshape(-1), at.weights, at.states + record.master)
 
@@ -278,7 +278,7 @@ class TorchRule(WholeParameters):
             raise
         except Exception as error:
             why = f"a step on {spec.name} {tuple(spec.shape)} raised {type(error).__name__}: {error}"
-            raise ConfigError(cannot(self._name, why)) from error
+            raise ConfigError(cannot_run_alone(self._name, why)) from error
         check_kinds(self._name, of_parameter)
         schema = {name: (v.shape, v.dtype) for name, v in of_parameter.items() if _rests_in_tile(v)}
         found.append((kind, schema))

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from offload.errors import ConfigError
-from offload.optim.shared_state import SharedState, cannot, same
+from offload.errors import ConfigError, cannot_run_alone
+from offload.optim.shared_state import SharedState, same
 from offload.optim.twin import TOGETHER, Kind, Representatives, States, Twin, copied, cut, stand_in, without_compiling
 from offload.torch_internals import leaves_of
 
@@ -45,7 +45,7 @@ def try_alone(
             except ConfigError:
                 raise
             except Exception as error:  # a class of the user's may raise anything
-                raise ConfigError(cannot(name, f"a step without a closure raised {_said(error)}")) from error
+                raise ConfigError(cannot_run_alone(name, f"a step without a closure raised {_said(error)}")) from error
             check_kinds(name, whole[-1].states)
         with without_draws(name), without_compiling(), _WithoutModel(name, of_model):
             try:
@@ -54,12 +54,12 @@ def try_alone(
                 raise
             except Exception as error:
                 raise ConfigError(
-                    cannot(name, f"over all parameters a step works, and over one it raised {_said(error)}")
+                    cannot_run_alone(name, f"over all parameters a step works, and over one it raised {_said(error)}")
                 ) from error
         for number, (expected, found) in enumerate(zip(whole, alone, strict=True), 1):
             reason = found.reason or expected.difference(found)
             if reason is not None:
-                raise ConfigError(cannot(name, f"in step {number} of a trial {reason}"))
+                raise ConfigError(cannot_run_alone(name, f"in step {number} of a trial {reason}"))
 
 
 def check_kinds(name: str, states: Any) -> None:
@@ -86,7 +86,7 @@ class _WithoutModel(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(id(leaf) in self._of_model for leaf in leaves_of((args, kwargs or {}))):
             why = "its step looks at a parameter of the model beside those in its groups, which are others then"
-            raise ConfigError(cannot(self._name, why))
+            raise ConfigError(cannot_run_alone(self._name, why))
         return func(*args, **kwargs or {})
 
 
@@ -151,7 +151,7 @@ class _Run:
                     "its step changes parameters, or their states, that have no gradient, and the engine's comes to "
                     "those that have one: let it pass over the others, if parameter.grad is None: continue"
                 )
-                raise ConfigError(cannot(self._twin.kind.__name__, why))
+                raise ConfigError(cannot_run_alone(self._twin.kind.__name__, why))
             moments.append(_Moment(after, self._all, states))
         return moments
 
@@ -203,7 +203,7 @@ def _refuse_aliases(name: str, states: Mapping[nn.Parameter, States]) -> None:
                     f"state {key!r} is the parameter itself, and changes with it: keep a clone there, "
                     "parameter.detach().clone()"
                 )
-                raise ConfigError(cannot(name, why))
+                raise ConfigError(cannot_run_alone(name, why))
 
 
 def _halved(shared: SharedState) -> SharedState:
@@ -233,7 +233,7 @@ def without_draws(name: str) -> Iterator[None]:
                 "its step draws random numbers, in the order of all parameters, and the engine takes it beside the "
                 "next forward, which may draw from the same generator"
             )
-            raise ConfigError(cannot(name, why))
+            raise ConfigError(cannot_run_alone(name, why))
     finally:
         torch.set_rng_state(of_torch)
         random.setstate(of_python)

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, cannot_run_alone
 from offload.optim.acquaintance import Place
-from offload.optim.shared_state import SharedState, cannot, same
+from offload.optim.shared_state import SharedState, same
 from offload.waiting import within_step_of
 
 States = dict[str, Any]
@@ -184,7 +184,7 @@ class Representatives:
         after, states = self._twin.run(shared, together, states)
         for index, parameter in companions.items():
             if not same(alone[index], (parameter.detach(), states.get(parameter, {}))):
-                raise ConfigError(cannot(self._twin.kind.__name__, TOGETHER))
+                raise ConfigError(cannot_run_alone(self._twin.kind.__name__, TOGETHER))
         self.states = [states.get(parameter, {}) for parameter in self._parameters]
         return after
 

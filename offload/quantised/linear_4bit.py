@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from offload.errors import ConfigError, warn
 from offload.quantised.four_bits import Blocks4, Blocks4Nested
 from offload.quantised.weight import QuantisedWeight
+
+_ROWS_TRIED = 64
 
 
 class _OfLayer(Blocks4):
@@ -39,20 +43,22 @@ class _OfLayer(Blocks4):
     @property
     def quant_state(self) -> Any:
         """As of ``Params4bit``, over the same memory."""
-        from bitsandbytes.functional import QuantState
+        return self._state(_state_in_engine())
 
+    def _state(self, kind: type) -> Any:
         per_scale, dtype, *_, quant_type = self.settings
         offset, outer = self._outer()
-        return QuantState(self.scales, self.shape, self.table, per_scale, quant_type, dtype, offset, outer)
+        return kind(self.scales, self.shape, self.table, per_scale, quant_type, dtype, offset, outer)
 
     def _outer(self) -> tuple[torch.Tensor | None, Any]:
         """What is added to each scale, and the state of the scales' own quantisation."""
         return None, None
 
     def as_parameter(self) -> nn.Parameter:
+        from bitsandbytes.functional import QuantState
         from bitsandbytes.nn.modules import Params4bit
 
-        state = self.quant_state
+        state = self._state(QuantState)
         return Params4bit(  # type: ignore[no-any-return, no-untyped-call]
             self.codes,
             requires_grad=False,
@@ -78,6 +84,24 @@ class Linear4bitWeightNested(_OfLayer, Blocks4Nested):
         _, _, per_scale, offset, _ = self.settings
         outer = QuantState(self.outer_scales, code=self.outer_table, blocksize=per_scale, dtype=torch.float32)
         return torch.tensor(offset, device=self.device), outer
+
+
+@cache
+def _state_in_engine() -> type:
+    """``QuantState`` of a weight that an engine holds."""
+    from bitsandbytes.functional import QuantState
+
+    class StateInEngine(QuantState):
+        def __getattr__(self, name: str) -> Any:
+            if name == "SCB":  # PEFT asks every weight for it whose class is not called Params4bit
+                raise ConfigError(
+                    "an adapter cannot be merged into, or its merge be taken out of, the weight of a Linear4bit that "
+                    "an engine holds. Merge in the model that engine.unwrap() gives. This weight has not changed, and "
+                    "model.unmerge_adapter() takes back what has been merged into other layers"
+                )
+            return super().__getattr__(name)
+
+    return StateInEngine
 
 
 class _InEngine:
@@ -107,7 +131,8 @@ def weights_of_layers(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, n
     that of the engine's weights."""
     found: dict[int, nn.Parameter] = {}
     weights = {}
-    for module in model.modules():
+    others = []
+    for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))  # a scripted module's ``_parameters`` are no dict
         weight: Any = own.get("weight")
         if weight is not None and is_in_4bit(weight) and isinstance(module, sys.modules["bitsandbytes"].nn.Linear4bit):
@@ -116,8 +141,35 @@ def weights_of_layers(model: nn.Module, dtype: torch.dtype) -> dict[nn.Module, n
                 weight = module._parameters["weight"]
             if id(weight) not in found:
                 found[id(weight)] = nn.Parameter(_weight_over(weight, dtype), requires_grad=False)
+                state = weight.quant_state
+                rows = min(state.shape[0], _ROWS_TRIED)
+                if weight.is_cpu and not _library_agrees(rows, state.shape[-1], state.blocksize, state.quant_type):
+                    others.append(name)
             weights[module] = found[id(weight)]
+    if others:
+        warn(
+            f"{len(others)} layers in 4 bits ({others[0]}, ...) have rows that are no multiple of a block: "
+            f"bitsandbytes {sys.modules['bitsandbytes'].__version__} dequantises such weights wrongly on the CPU. The "
+            "engine does not, so that its losses are others there: nearer to those of the weights that were quantised."
+        )
     return weights
+
+
+@cache
+def _library_agrees(rows: int, columns: int, per_scale: int, quant_type: str) -> bool:
+    """``bitsandbytes`` gives a weight of this shape the numbers of its format on the CPU: where that may be otherwise,
+    a trial tells."""
+    if columns % per_scale == 0:
+        return True
+    from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+    shape, table = torch.Size((rows, columns)), get_4bit_type(quant_type, device="cpu")
+    codes = (torch.arange((shape.numel() + 1) // 2) % 251).to(torch.uint8).reshape(-1, 1)
+    scales = torch.arange(1, -(-shape.numel() // per_scale) + 1, dtype=torch.float32)
+    state = QuantState(scales, shape, table, per_scale, quant_type, torch.float32)
+    settings = (per_scale, torch.float32, quant_type)
+    ours = Linear4bitWeight([codes, scales, table], shape, torch.float32, settings).dequantize()
+    return torch.equal(dequantize_4bit(codes, state), ours)
 
 
 def _weight_over(weight: Any, dtype: torch.dtype) -> QuantisedWeight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,50 @@ def test_qlora_of_transformers_and_peft_has_its_losses(tmp_path: Path) -> None:
         assert losses(model, engine.optimizer) == losses(plain, nadam(plain))
         model.save_pretrained(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size > 0
+
+
+def test_a_merge_of_peft_is_refused_and_can_be_taken_back() -> None:
+    peft = pytest.importorskip("peft")
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4")
+        base = nn.Sequential(nn.Linear(64, 64), layer).to("cpu")
+        base.is_loaded_in_4bit = True
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["0", "1"], init_lora_weights=False))
+
+    model, x = made(), torch.randn(4, 64)
+    with OffloadEngine(model, precision="fp32") as engine:
+        before = model(x)
+        with pytest.raises(ConfigError, match=r"Linear4bit.* engine\.unwrap\(\)"):
+            model.merge_adapter()
+        assert not model.base_model.model[1].merged
+        model.unmerge_adapter()
+        torch.testing.assert_close(model(x), before)
+        engine.unwrap()
+    model.merge_adapter()
+    torch.testing.assert_close(model(x), before, rtol=0.1, atol=0.3)  # quantised again
+
+
+def test_layers_that_the_library_dequantises_otherwise_are_named() -> None:
+    def made(inputs: int) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(bitsandbytes.nn.Linear4bit(inputs, 64, quant_type="nf4"), nn.Linear(64, 8)).to("cpu")
+
+    def by_hand(weight: Any) -> torch.Tensor:
+        state, codes = weight.quant_state, weight.data.flatten().long()
+        scales = bitsandbytes.functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+        values = state.code[torch.stack([codes >> 4, codes & 15], 1).flatten()]
+        return (values * scales.repeat_interleave(state.blocksize)[: values.numel()]).view(state.shape)
+
+    for inputs in (96, 128):
+        model = made(inputs)
+        expected = by_hand(model[0].weight)
+        library = bitsandbytes.functional.dequantize_4bit(model[0].weight.data, model[0].weight.quant_state)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = OffloadEngine(model, precision="fp32")
+        with engine:
+            assert torch.equal(model[0].weight.dequantize(), expected)
+        said = [str(each.message) for each in caught if "dequantises such weights wrongly" in str(each.message)]
+        assert bool(said) == (not torch.equal(library, expected)) and all("(0, ...)" in each for each in said)

@@ -499,6 +499,53 @@ def adapters_over_4_bit(place):
     return trained(place, Net(FourBit))
 
 
+@family.works(
+    "`MultitaskPromptTuning` of PEFT, saved by `save_pretrained` after each step", needs=("transformers",), seconds=120
+)
+def prompts_of_many_tasks(place):
+    from peft import MultitaskPromptTuningConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+    prompts = {"num_tasks": 3, "num_virtual_tokens": 4, "prompt_tuning_init": "RANDOM"}
+    engine = place.wrap(get_peft_model(base, MultitaskPromptTuningConfig(task_type="CAUSAL_LM", **prompts)), **SGD)
+    found, tokens = [], torch.arange(8)[None]
+    for _ in range(2):
+        loss = engine.module(input_ids=tokens, labels=tokens, task_ids=torch.tensor([1])).loss
+        engine.optimizer.zero_grad()
+        loss.backward()
+        engine.optimizer.step()
+        engine.module.save_pretrained(place.folder)
+        found += [loss.item(), load_file(place.folder / "adapter_model.safetensors")]
+    return found
+
+
+@family.refused(
+    "`merge_and_unload()` into `Linear4bit` that was wrapped", r"engine\.unwrap\(\)", needs=("bitsandbytes",)
+)
+def merged_in_four_bits(place):
+    import bitsandbytes
+
+    class InFourBits(Net):
+        is_loaded_in_4bit = True
+
+        def __init__(self):
+            super().__init__()
+            for block in self.blocks:
+                up = bitsandbytes.nn.Linear4bit(block.up.in_features, block.up.out_features, quant_type="nf4")
+                up.load_state_dict(block.up.state_dict())
+                block.up = up.to("cpu")
+
+    from peft import LoraConfig, get_peft_model
+
+    engine = place.wrap(get_peft_model(InFourBits(), LoraConfig(r=4, target_modules=TARGETS)), **SGD)
+    steps(engine, engine.module)
+    return engine.module.merge_and_unload()(batch(0)).sum().item()
+
+
 @same_bits("soft prompts: rows in front of the input are all that is trained")
 def soft_prompts(place):
     class Prompted(nn.Module):

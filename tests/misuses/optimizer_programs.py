@@ -12,7 +12,7 @@ from misuses.place import ADAMW, losses, small, train_by_hand, values
 
 family = Family("optimizer programs")
 
-_TOGETHER = "cannot run one parameter at a time"
+_TOGETHER = r"cannot run one parameter at a time: .*docs/optimizers\.md"
 
 
 def _setup(place, kind=torch.optim.AdamW, **options):

@@ -763,7 +763,7 @@ def sharded_by_hand(run):
 @other(
     "weights are dropped by `untyped_storage().resize_(0)` after a forward and filled again (FSDP by hand)",
     ("plain",),
-    refused={"plain": "Take a copy"},
+    refused={"plain": "a copy"},
 )
 def resized_storage(run):
     torch.manual_seed(5)

@@ -1,6 +1,7 @@
 """What people do with a parameter's value outside of its module's forward."""
 
 import copy
+import ctypes
 
 import torch
 from torch import nn
@@ -334,16 +335,59 @@ def in_list(place):
     return parameters[0] in parameters, place.attempt(lambda: parameters[1] in parameters)
 
 
-@family.refused("`p.data_ptr()`", r"address")
+@family.works("`p.data_ptr()`")
 def data_ptr(place):
     engine = place.small()
     return engine.module.head.weight.data_ptr() != 0
 
 
-@family.refused("`p.untyped_storage()`, `p.storage()`", r"address")
+@family.works("an array over `p.data_ptr()` is read after a step, written to, and read after `p.mul_(2)`")
+def array_at_address(place):
+    engine = place.small()
+    weight = engine.module.head.weight
+    array = (ctypes.c_float * weight.numel()).from_address(weight.data_ptr())
+    train(engine, 1)
+    after_step = sum(array)
+    array[5] = 0.5
+    after = train(engine, 1), weight.flatten()[5].item()
+    with torch.no_grad():
+        weight.mul_(2)
+    return after_step, after, sum(array), values(engine.module)
+
+
+@family.works("`p.untyped_storage()`, and addresses of views, of `p.data` and of tied weights")
 def storage(place):
     engine = place.small()
-    return engine.module.head.weight.untyped_storage().nbytes()
+    weight = engine.module.head.weight
+    storage = weight.untyped_storage()
+    addresses = [
+        t.data_ptr() - storage.data_ptr() for t in (weight, weight.data, weight[1], weight.t(), weight.detach())
+    ]
+    return storage.nbytes(), addresses, train(engine, 2), values(engine.module)
+
+
+@family.refused("`p.untyped_storage().resize_(0)`, as FSDP does", r"address.* cannot be resized")
+def storage_resized(place):
+    engine = place.small()
+    engine.module.head.weight.untyped_storage().resize_(0)
+
+
+@family.works("safetensors: `save` of live parameters, of `p.data` and of one under two names", needs=("safetensors",))
+def safetensors_of_live_parameters(place):
+    from safetensors.torch import load, save
+
+    engine = place.small()
+    named = dict(engine.module.named_parameters())
+    found = []
+    for _ in range(2):
+        found += [train(engine, 1), load(save(named)), load(save({n: p.data for n, p in named.items()}))]
+    head = engine.module.head.weight
+    try:
+        save({"one": head, "another": head.detach()})
+    except RuntimeError as error:
+        found.append(str(error).strip()[:60])
+    head.data = torch.ones_like(head.data)
+    return [*found, load(save({"head": head})), train(engine, 1), values(engine.module)]
 
 
 @family.refused("`p.share_memory_()`", r"address|process|memory")

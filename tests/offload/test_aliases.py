@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import pickle
 import warnings
@@ -321,3 +322,29 @@ def test_who_looks_at_the_memory_of_before_keeps_its_value(tmp_path: Path) -> No
         model.weight.data = saved
         saved.mul_(3)
         assert model.weight.eq(3).all()
+
+
+@pytest.mark.filterwarnings("ignore:tensors outside of the engine")
+def test_a_checkpoint_that_is_loaded_reaches_memory_that_a_parameter_had(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    had = model[0].weight.data
+    with OffloadEngine(model, precision="fp32", lr=0.1, nvme_path=tmp_path) as engine:
+        array = (ctypes.c_float * 64).from_address(model[1].weight.data_ptr())
+        engine.save_checkpoint(tmp_path / "saved")
+        before = had.clone(), list(array)
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+        assert not torch.equal(had, before[0]) and list(array) != before[1]
+        engine.load_checkpoint(tmp_path / "saved")
+        assert torch.equal(had, before[0]) and list(array) == before[1]
+
+
+@pytest.mark.filterwarnings("ignore:tensors outside of the engine")
+def test_tensors_that_are_given_a_parameters_memory_share_it_with_each_other() -> None:
+    model = nn.Linear(8, 8)
+    with OffloadEngine(model, precision="fp32"):
+        one, another = torch.empty(0), torch.empty(0)
+        one.data, another.data = model.weight.data, model.weight.data
+        one[0, 0] = 5.0
+        assert another[0, 0] == model.weight[0, 0] == 5.0
+        assert one.data_ptr() == another.data_ptr() == model.weight.data_ptr()

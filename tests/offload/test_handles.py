@@ -2,7 +2,10 @@
 it."""
 
 import copy
+import ctypes
+import gc
 import io
+import weakref
 from pathlib import Path
 
 import pytest
@@ -131,9 +134,32 @@ def test_what_cannot_work_is_refused(engine):
     with pytest.raises(ConfigError, match=r"cannot become torch\.float64"):
         engine.module.double()
     with pytest.raises(OffloadError, match="has no address"):
-        weight.data_ptr()
+        weight.share_memory_()
+    with pytest.raises(OffloadError, match="cannot be resized"):
+        weight.untyped_storage().resize_(0)
     with pytest.raises(ConfigError, match="in an engine already"):
         OffloadEngine(engine.module)
+
+
+def test_what_is_at_an_address_stays_the_same_as_the_parameter(engine):
+    weight = engine.module.head.weight
+    there = (ctypes.c_ubyte * weight.nbytes).from_address(weight.data_ptr())
+    assert weight.data_ptr() == weight.data.data_ptr() == weight.t().data_ptr() == weight.untyped_storage().data_ptr()
+    engine.backward(engine(batches(1)[0][0]).square().mean())
+    engine.step()
+    assert bytes(there) == weight.detach().clone().flatten().view(torch.uint8).numpy().tobytes()
+    ctypes.memset(weight[1].data_ptr(), 0, weight[1].nbytes)
+    assert weight[1].norm() == 0 and weight[0].norm() > 0 and weight[2].norm() > 0
+
+
+def test_memory_of_an_address_is_let_go_of_with_the_engine(make_model):
+    engine = OffloadEngine(make_model(), precision="fp32")
+    engine.module.head.weight.untyped_storage()
+    reference = weakref.ref(engine)
+    engine.close(discard=True)
+    del engine
+    gc.collect()
+    assert reference() is None
 
 
 def test_assigning_data_of_the_same_kind_sets_the_value(engine):

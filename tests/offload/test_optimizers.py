@@ -245,7 +245,7 @@ def test_states_of_torch_load_into_the_engine_and_back():
     [
         ({"optimizer": "sgd", "betas": (0.9, 0.99)}, "optimizer 'sgd' has no option 'betas'"),
         ({"optimizer": "sgd", "optimizer_options": {"nesterov": True}}, "nesterov needs a momentum"),
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS cannot run one parameter at a time"),
+        ({"optimizer": torch.optim.LBFGS}, r"LBFGS cannot run one parameter at a time: .*docs/optimizers\.md"),
         ({"optimizer": torch.optim.NAdam, "optimizer_options": {"momentun": 1}}, "has no option 'momentun'"),
         ({"optimizer": torch.optim.NAdam, "moments_dtype": "int8"}, "needs an optimizer with a kernel"),
         ({"optimizer": nn.Linear}, "Linear is not a torch.optim.Optimizer"),
